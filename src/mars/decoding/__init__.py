@@ -1,0 +1,1 @@
+"""Decode one or several tokens per forward."""

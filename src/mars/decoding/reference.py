@@ -1,0 +1,60 @@
+"""The slow oracle: one row, no cache, the whole sequence through the stock model at every step.
+
+As short and as plain as possible, so that it is obviously right. Tests hold every fast path to
+its tokens.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from mars.decoding.accept import is_confident
+from mars.decoding.request import Progress, Request, Result
+from mars.decoding.sampling import MINUS_INFINITY, History, SamplingParams, choose, process
+
+
+@torch.no_grad()
+def reference(
+    model: PreTrainedModel, request: Request, *, mask_token_id: int | None = None
+) -> Result:
+    """Decode one request; see `mars.decoding.loop.decode` for the arguments."""
+    progress = Progress(request)
+    while not progress.is_finished:
+        prefix = list(progress.tokens)
+        masks = [mask_token_id] * progress.max_drafts
+        # 1. One forward over [prefix ; masks]. The output at the last real token predicts the
+        #    token at position p = len(prefix), the output at mask j the one at p + j.
+        logits_TV = model(torch.tensor([prefix + masks]), use_cache=False).logits[0].float()
+        if mask_token_id is not None:
+            logits_TV[:, mask_token_id] = MINUS_INFINITY
+        # 2. Commit the first token; then drafts, until one is doubtful.
+        committed: list[int] = []
+        for logits_V in logits_TV[len(prefix) - 1 :]:
+            sequence = prefix + committed
+            processed = _process(logits_V, sequence, request)
+            if committed and not _is_confident(processed, request):
+                break
+            committed.append(_choose(processed, len(sequence), request))
+        # 3. Stop rules cut what lies behind the end of the text.
+        progress.commit(committed)
+    return progress.result(0.0, 0.0)
+
+
+def _process(logits_V: torch.Tensor, sequence: list[int], request: Request) -> torch.Tensor:
+    if request.logits_hook is not None:
+        logits_V = request.logits_hook(sequence, logits_V)
+    vocabulary = logits_V.shape[-1]
+    params = SamplingParams.of([request.options], vocabulary)
+    history = History.of(request.prompt_ids, vocabulary, "cpu")
+    for token in sequence[len(request.prompt_ids) :]:
+        history.add(torch.tensor([[token]]))
+    return process(logits_V[None, None], params, history)
+
+
+def _choose(processed: torch.Tensor, position: int, request: Request) -> int:
+    params = SamplingParams.of([request.options], processed.shape[-1])
+    return int(choose(processed, params, torch.tensor([[position]])))
+
+
+def _is_confident(processed: torch.Tensor, request: Request) -> bool:
+    threshold = torch.tensor(request.options.threshold)
+    return bool(is_confident(processed, threshold, request.options.confidence))

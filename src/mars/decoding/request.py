@@ -1,0 +1,143 @@
+"""A request, the state it has while it runs, and its result."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mars.decoding.options import DecodingOptions
+from mars.decoding.stop import Decode, FinishReason, StopChecker, StopRules
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+"""A question, a list of chat messages, or token ids."""
+
+LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""(all tokens so far, logits (V,)) -> logits (V,): a processor of another library."""
+StopHook = Callable[[list[int]], bool]
+"""(all tokens so far) -> whether the last one ends the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Everything the decoder must know of one sequence."""
+
+    prompt: Prompt
+    """The prompt as the caller gave it; only echoed."""
+    prompt_ids: list[int]
+    """Its tokens, at least one."""
+    options: DecodingOptions
+    """How to decode it."""
+    window: int
+    """Masks per forward (W); 0 is the AR mode."""
+    end_ids: frozenset[int]
+    """Token ids that end the text."""
+    decode: Decode
+    """Turns tokens into text."""
+    logits_hook: LogitsHook | None = None
+    """Applied to the raw logits of every position, before everything else."""
+    stop_hook: StopHook | None = None
+    """Asked after every committed token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of one prompt."""
+
+    prompt: Prompt
+    """The prompt as given."""
+    prompt_tokens: int
+    text: str
+    """The answer, without special tokens and without the stop string that ended it."""
+    token_ids: list[int]
+    """The tokens of the answer, the one that ended it included."""
+    finish_reason: FinishReason
+    """`stop`: an end token or a stop string; `length`: max_new_tokens."""
+    stop_reason: int | str | None
+    """The token id or the stop string that ended it."""
+    mode: str
+    """`ar` if no draft could be committed, whatever was asked for; else `threshold`."""
+    forwards: int
+    """Forwards that committed tokens of this row; those that only read the prompt do not."""
+    tokens_per_forward: float
+    acceptance_histogram: list[int]
+    """Entry k: forwards that committed k tokens, k = 0 .. window + 1."""
+    prefill_seconds: float
+    """From the start of this row to its first tokens."""
+    decode_seconds: float
+    """From its first tokens to its last."""
+    seconds: float
+    """The sum of both."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """The answer of one request as far as it has come: the host's side of a running row.
+
+    Attributes:
+        tokens: prompt and answer; the decoder feeds from here.
+        stop: decides when the text ends.
+        histogram: forwards by number of committed tokens.
+    """
+
+    request: Request
+    tokens: list[int] = field(init=False)
+    stop: StopChecker = field(init=False)
+    histogram: list[int] = field(init=False)
+    _pieces: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        options = self.request.options
+        rules = StopRules(
+            token_ids=self.request.end_ids,
+            strings=options.stop,
+            max_new_tokens=options.max_new_tokens,
+        )
+        self.tokens = list(self.request.prompt_ids)
+        self.stop = StopChecker(rules, self.request.decode)
+        self.histogram = [0] * (self.request.window + 2)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text has ended."""
+        return self.stop.finish_reason is not None
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts the next forward may commit: one token comes without, and the budget is kept."""
+        budget = self.request.options.max_new_tokens - self.stop.num_tokens
+        return min(self.request.window, budget - 1)
+
+    def commit(self, tokens: Sequence[int]) -> str:
+        """Append the tokens of one forward up to the end of the text; return the new text."""
+        before = len(self.tokens)
+        text = "".join(self._push(token) for token in tokens if not self.is_finished)
+        self.histogram[len(self.tokens) - before] += 1
+        self._pieces.append(text)
+        return text
+
+    def result(self, prefill_seconds: float, decode_seconds: float) -> Result:
+        """Summarise the finished row."""
+        assert self.stop.finish_reason is not None, "still running"
+        prompt_tokens = len(self.request.prompt_ids)
+        token_ids = self.tokens[prompt_tokens:]
+        forwards = sum(self.histogram)
+        return Result(
+            prompt=self.request.prompt,
+            prompt_tokens=prompt_tokens,
+            text="".join(self._pieces),
+            token_ids=token_ids,
+            finish_reason=self.stop.finish_reason,
+            stop_reason=self.stop.stop_reason,
+            mode="threshold" if self.request.window else "ar",
+            forwards=forwards,
+            tokens_per_forward=len(token_ids) / forwards,
+            acceptance_histogram=self.histogram,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+            seconds=prefill_seconds + decode_seconds,
+        )
+
+    def _push(self, token: int) -> str:
+        self.tokens.append(token)
+        hook = self.request.stop_hook
+        return self.stop.push(token, last=hook is not None and hook(self.tokens))

@@ -1,0 +1,117 @@
+"""A `transformers.Trainer` whose loss is the two-stream objective."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from mars.checkpoint import Checkpoint
+from mars.counter import hash64
+from mars.objective import LossSums, Objective
+from mars.streams import Blocks, Streams, build_streams, tile_blocks
+from mars.training.arguments import MarsArguments
+
+
+def training_streams(
+    batch: dict[str, Tensor], *, block_size: int, mask_token_id: int, seed: int, step: int
+) -> Streams:
+    """Build both streams of a collated batch, with a random block phase.
+
+    The phase is a hash of (seed, step, example, place), so it depends neither on how examples are
+    spread over batches, accumulation steps and processes nor on random state: a resumed or a
+    distributed run sees the same blocks. `block_size` 0 builds the clean stream alone.
+    """
+    labels, document = batch["labels"], batch["document_ids"]
+    if block_size == 0:
+        empty = labels.new_zeros(0)
+        blocks = Blocks(row=empty, target=empty, start=empty)
+    else:
+        numbers = hash64(seed, step, batch["example_ids"], batch["position_ids"])
+        blocks = tile_blocks(labels, document, numbers.remainder(block_size), block_size)
+    return build_streams(
+        batch["input_ids"], labels, document, batch["position_ids"], blocks, mask_token_id
+    )
+
+
+class MarsTrainer(Trainer):
+    """Train a checkpoint that `add_stream_forward` was applied to."""
+
+    def __init__(self, *, checkpoint: Checkpoint, args: MarsArguments, **kwargs: Any) -> None:
+        super().__init__(args=args, processing_class=checkpoint.tokenizer, **kwargs)
+        self.objective = args.objective
+        self.block_size = args.block_size if self.objective.masked_weight > 0 else 0
+        self.mask_token_id = checkpoint.mars.mask_token_id if checkpoint.mars else 0
+        # The loss is divided by the supervised tokens of the whole (accumulated, distributed)
+        # batch, so the Trainer must count them and must not divide again.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self._sums = torch.zeros(3, 1 + self.block_size, device=args.device)
+        self.add_callback(JsonLines(Path(str(args.output_dir)) / "log.jsonl"))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the objective of one micro-batch per supervised token of the whole batch."""
+        streams = training_streams(
+            inputs,
+            block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            seed=self.args.seed,
+            step=self.state.global_step,
+        )
+        sums = model(streams=streams, objective=self.objective, block_size=self.block_size)
+        self._sums += torch.stack([sums.nll, sums.correct, sums.count]).detach()
+        if num_items_in_batch is None:  # evaluation
+            num_items_in_batch = (inputs["labels"] != -100).sum()
+        loss = sums.loss / num_items_in_batch
+        if self.model.training and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # DDP averages the gradients
+        return (loss, sums) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the negative log-likelihood and accuracy per offset since the last log."""
+        if "loss" in logs:
+            sums = self.accelerator.reduce(self._sums, reduction="sum")
+            logs |= describe_sums(*sums)
+            self._sums.zero_()
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        inner = self.accelerator.unwrap_model(self.model)
+        if not isinstance(inner, PreTrainedModel):  # PEFT writes no config.json; decoding needs it
+            inner.get_base_model().config.save_pretrained(output_dir or self.args.output_dir)
+
+
+def describe_sums(nll: Tensor, correct: Tensor, count: Tensor) -> dict[str, float]:
+    """Name the mean -log p and the accuracy of each offset that occurred (0: `clean`)."""
+    described = {}
+    for offset, (n, c, k) in enumerate(zip(nll.tolist(), correct.tolist(), count.tolist(), strict=True)):
+        if k > 0:
+            name = "clean" if offset == 0 else f"mask{offset}"
+            described[f"{name}_nll"] = n / k
+            described[f"{name}_accuracy"] = c / k
+    return described
+
+
+class JsonLines(TrainerCallback):
+    """Append every log entry to a JSON-lines file, with step and time in seconds since 1970."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Write one line (main process only)."""
+        if state.is_world_process_zero and logs:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                entry = {"step": state.global_step, "time": round(time.time(), 3), **logs}
+                file.write(json.dumps(entry) + "\n")
