@@ -1,4 +1,4 @@
-"""Tiny random models and a byte-level tokenizer: everything the fast tests need, without network."""
+"""Tiny random models and a byte-level tokenizer: what the fast tests need, without network."""
 
 import os
 

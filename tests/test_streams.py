@@ -16,7 +16,9 @@ def rows(draw, max_tokens: int = 24):
     num_rows = draw(st.integers(1, 3))
     lengths = [draw(st.lists(st.integers(1, 9), min_size=0, max_size=3)) for _ in range(num_rows)]
     width = max(1, *(sum(row) for row in lengths)) + draw(st.integers(0, 3))
-    batch = {k: torch.zeros(num_rows, width, dtype=torch.long) for k in ("input_ids", "position_ids")}
+    batch = {
+        k: torch.zeros(num_rows, width, dtype=torch.long) for k in ("input_ids", "position_ids")
+    }
     batch["labels"] = torch.full((num_rows, width), IGNORE)
     batch["document"] = torch.full((num_rows, width), PADDING)
     for row, documents in enumerate(lengths):
@@ -113,7 +115,11 @@ def test_all_prefixes_and_offsets_are_trained_over_the_phases():
     for phase in range(block_size):
         streams = make_streams(batch, block_size, phase)
         is_mask = streams.offset[0] > 0
-        seen |= set(zip(streams.limit[0][is_mask].tolist(), streams.offset[0][is_mask].tolist(), strict=True))
+        seen |= set(
+            zip(
+                streams.limit[0][is_mask].tolist(), streams.offset[0][is_mask].tolist(), strict=True
+            )
+        )
     assert seen == {
         (p, j) for p in range(first, length) for j in range(1, block_size + 1) if p + j < length
     }

@@ -169,7 +169,9 @@ def _load_lora(folder: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
-        raise UserError(f"{folder!r} holds a LoRA adapter: pip install 'mars-lm[train]'.") from error
+        raise UserError(
+            f"{folder!r} holds a LoRA adapter: pip install 'mars-lm[train]'."
+        ) from error
 
     base = PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base:
@@ -286,7 +288,11 @@ def _rows_with_a_twin(weight_VD: torch.Tensor, ids: list[int]) -> list[int]:
     rows = torch.nn.functional.normalize(weight_VD[ids].float(), dim=-1)
     similarity = rows @ rows.T
     similarity.fill_diagonal_(0)
-    return [i for i, has_twin in zip(ids, (similarity > 0.9999).any(-1).tolist(), strict=True) if has_twin]
+    return [
+        i
+        for i, has_twin in zip(ids, (similarity > 0.9999).any(-1).tolist(), strict=True)
+        if has_twin
+    ]
 
 
 def add_embedding_row(model: PreTrainedModel) -> int:

@@ -98,7 +98,12 @@ def stream_loss(
         for r, p in zip(row.split(chunk_tokens), place.split(chunk_tokens), strict=True):
             teacher = hidden[r, streams.source[r, p]].detach() if has_teacher else None
             losses, nll, correct = checkpoint(
-                output_losses, hidden[r, p], streams.target[r, p], teacher, head, use_reentrant=False
+                output_losses,
+                hidden[r, p],
+                streams.target[r, p],
+                teacher,
+                head,
+                use_reentrant=False,
             )
             loss = loss + (weight[r, p] * losses).sum()
             rows = torch.stack([nll, correct, torch.ones_like(nll)])

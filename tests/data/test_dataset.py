@@ -161,10 +161,14 @@ def test_limit_and_split(tmp_path):
         read_records(path, split="test")
 
 
-@pytest.mark.parametrize("name", ["none.jsonl", "none.csv.gz", "."])
-def test_source_that_is_no_file(tmp_path, name):
+def test_source_that_is_no_file(tmp_path):
+    for name in ("none.jsonl", "none.csv.gz"):
+        with pytest.raises(UserError, match="no such file"):
+            read_records(str(tmp_path / name))
     with pytest.raises(UserError, match="no such file"):
-        read_records(str(tmp_path / name))
+        read_records(tmp_path / "none")
+    with pytest.raises(UserError, match="is a folder"):
+        read_records(str(tmp_path))
 
 
 def test_hub_dataset(monkeypatch):

@@ -185,14 +185,18 @@ def test_missing_end_of_turn_is_an_error(tiny_tokenizer, tokenizer_with):
             encode_chat(chat("a", "b", "c", "d"), tokenizer, eos_token_ids={0})
 
 
-def test_end_of_only_the_last_turn_is_an_error(tokenizer_with):
+def test_end_token_of_the_next_message_is_not_the_end_of_the_turn(tokenizer_with):
     template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-        "{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if m['role'] == 'user' or loop.last %}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    with pytest.raises(UserError):
-        encode_chat(chat("a", "b", "c", "d"), tokenizer_with(template), eos_token_ids={END})
+    conversation = chat("a", "b", "c", "d")
+    with pytest.raises(UserError, match="rewrites assistant turns"):
+        encode_chat(conversation, tokenizer_with(template), eos_token_ids={END})
+    never_ends = template.replace(" or loop.last", "")
+    with pytest.raises(UserError, match=r"turn 'b' with .* \(<\|im_end\|>\).* never stop"):
+        encode_chat(conversation, tokenizer_with(never_ends), eos_token_ids={END})
 
 
 def test_answer_that_contains_the_end_token(tiny_tokenizer):

@@ -93,7 +93,9 @@ def read_records(
             raise UserError(f"{source} is a file and has no split '{split}'")
         records = read_file(path, limit=limit)
         return _rename(records, columns) if columns else records
-    if isinstance(source, Path) or path.exists() or file_suffix(path) in SUFFIXES:
+    if path.is_dir():
+        raise UserError(f"{source} is a folder; name a file in it")
+    if isinstance(source, Path) or file_suffix(path) in SUFFIXES:
         raise UserError(f"{source}: there is no such file")
     dataset = _load_hub_dataset(source, split, limit)
     if not columns:
@@ -130,11 +132,7 @@ def build_examples(
         UserError: unknown format, a record that does not fit it (with its index), or nothing left
             to learn from.
     """
-    if max_length < 2 or on_long not in get_args(OnLong):
-        raise UserError(
-            f"max_length must be at least 2 and on_long one of {', '.join(get_args(OnLong))}; "
-            f"got {max_length} and {on_long!r}"
-        )
+    _check_options(max_length, on_long)
     rows: list[Record] = [dict(record) for record in records]
     dataset_format, ignored = _detect(rows)
     encoded = [
@@ -165,6 +163,14 @@ def build_examples(
     if not examples:
         raise _nothing_left(report, shortest=min(len(ids) for ids, _ in encoded))
     return examples, report
+
+
+def _check_options(max_length: int, on_long: str) -> None:
+    if max_length < 2 or on_long not in get_args(OnLong):
+        raise UserError(
+            f"max_length must be at least 2 and on_long one of {', '.join(get_args(OnLong))}; "
+            f"got {max_length} and {on_long!r}"
+        )
 
 
 def _detect(rows: list[Record]) -> tuple[Format, tuple[str, ...]]:

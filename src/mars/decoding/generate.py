@@ -118,8 +118,6 @@ def prepare(
         UserError: the window is larger than trained, the model was not trained for drafts, the
             prompt is empty or holds unknown ids, or prompt and answer exceed the context.
     """
-    if not options.is_ar:
-        _ = checkpoint.mask_token_id  # for a plain AR model, the error that says what to do
     prompt_ids = encode(checkpoint.tokenizer, prompt, raw=raw)
     check_token_ids(prompt_ids, options, checkpoint.model.config.vocab_size)
     check_context(len(prompt_ids), options.max_new_tokens, checkpoint.context_length)

@@ -41,38 +41,47 @@ class StopRules:
 class Detokenizer:
     """Turn tokens into text piece by piece, holding back incomplete characters.
 
-    The pieces, with `flush()` as the last, join to `decode(all tokens)`. For bytes that are not
-    UTF-8 the number of replacement characters may differ where `decode` itself would change
-    text it has already shown.
+    The pieces, with `flush()` as the last, join to `decode(all tokens)`. Only for bytes that are
+    not UTF-8, and a `decode` that takes back characters on meeting them, may the number of
+    replacement characters differ.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._context: list[int] = []
+        self._shown = ""  # of the text of the context
         self._held = ""
 
     def push(self, token: int) -> str:
         """Add a token and return the text that it completes."""
         window = [*self._context, token]
-        before = self._decode(self._context) if self._context else ""
-        after = self._decode(window)
-        is_invisible = after == before and not self._held
-        if is_invisible and self._context:  # a special token: must not push visible ones out
-            return ""
-        shown, _ = _split_incomplete(before)
-        certain, self._held = _split_incomplete(after)
-        self._slide(window)
-        return certain[len(shown) :]
+        text = self._decode(window)
+        if self._context and text == self._shown and not self._decode([token]):
+            return ""  # a special token; it must not push visible ones out of the context
+        certain, self._held = _split_incomplete(text)
+        piece = certain[len(self._shown) :]
+        self._shown += piece
+        self._context = window
+        if len(window) > _CONTEXT_TOKENS:
+            self._shorten()
+        return piece
 
     def flush(self) -> str:
         """Return the text held back; no token may follow."""
         held, self._held = self._held, ""
         return held
 
-    def _slide(self, window: list[int]) -> None:
-        """Forget old tokens, if possible where a character ends: there nothing hangs on them."""
-        limit = _MAX_CONTEXT_TOKENS if self._held else _CONTEXT_TOKENS
-        self._context = window[-limit:]
+    def _shorten(self) -> None:
+        """Forget old tokens, where a character ends: a decoder may read half of one differently."""
+        longest = len(self._context)
+        for length in range(_CONTEXT_TOKENS, min(longest, _CONTEXT_TOKENS + _MAX_INCOMPLETE + 1)):
+            text = self._decode(self._context[-length:])
+            if REPLACEMENT not in text:
+                self._context, self._shown = self._context[-length:], text
+                return
+        if longest > _MAX_CONTEXT_TOKENS:  # a long run of broken characters
+            self._context = self._context[-_MAX_CONTEXT_TOKENS:]
+            self._shown, _ = _split_incomplete(self._decode(self._context))
 
 
 class StopStrings:

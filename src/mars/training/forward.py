@@ -7,8 +7,8 @@ parameter where they expect it, whatever wraps the model.
 from types import MethodType
 from typing import Any
 
-from torch.nn.attention.flex_attention import BlockMask
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mars.errors import UserError

@@ -61,7 +61,8 @@ def train(args: MarsArguments) -> Path:
         data_collator=collate,
     )
     if held_out:
-        probe = Probe(checkpoint, held_out, collate, args.block_size if use_masks else 0)
+        block_size = args.block_size if use_masks else 0
+        probe = Probe(checkpoint, held_out, collate, block_size, trainer.accelerator.autocast)
         trainer.add_callback(ProbeCallback(probe, trainer.log, args.probe_steps))
     trainer.train(resume_from_checkpoint=resume)
     save(trainer, base, args)

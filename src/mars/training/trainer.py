@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from mars.checkpoint import Checkpoint
 from mars.counter import hash64
-from mars.objective import LossSums, Objective
 from mars.streams import Blocks, Streams, build_streams, tile_blocks
 from mars.training.arguments import MarsArguments
 
@@ -94,7 +93,9 @@ class MarsTrainer(Trainer):
 def describe_sums(nll: Tensor, correct: Tensor, count: Tensor) -> dict[str, float]:
     """Name the mean -log p and the accuracy of each offset that occurred (0: `clean`)."""
     described = {}
-    for offset, (n, c, k) in enumerate(zip(nll.tolist(), correct.tolist(), count.tolist(), strict=True)):
+    for offset, (n, c, k) in enumerate(
+        zip(nll.tolist(), correct.tolist(), count.tolist(), strict=True)
+    ):
         if k > 0:
             name = "clean" if offset == 0 else f"mask{offset}"
             described[f"{name}_nll"] = n / k
@@ -107,6 +108,13 @@ class JsonLines(TrainerCallback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After a resume, forget the lines of steps that will be run again."""
+        if state.is_world_process_zero and self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+            self.path.write_text("".join(kept if state.global_step else []))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write one line (main process only)."""

@@ -1,0 +1,181 @@
+"""GSM8K test questions: likelihood, accuracy per offset, TPF and speed against `transformers`.
+
+    python benchmarks/gsm8k.py MODEL --data gsm8k_test.jsonl [--questions 100] [--json FILE]
+
+The questions are split into groups; within each group every way of decoding runs once, so that
+noise of the machine hits all of them, and ratios are medians over the groups.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from common import environment, median_ratio
+
+from mars import generate, load
+from mars.checkpoint import Checkpoint
+from mars.data import Collator, build_examples
+from mars.training.probe import Probe
+
+
+@dataclass
+class Tally:
+    """What one way of decoding did, group by group."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    forwards: int = 0
+    answers: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+
+    @property
+    def speed(self) -> list[float]:
+        return [n / s for n, s in zip(self.tokens, self.seconds, strict=True)]
+
+
+def last_number(text: str) -> str | None:
+    """Return the answer of a worked solution: the number after ####, else the last number."""
+    marked = text.split("####")[-1]
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", marked)
+    return numbers[0 if "####" in text else -1].replace(",", "").rstrip(".") if numbers else None
+
+
+def ours(checkpoint: Checkpoint, batch_size: int, max_new_tokens: int, **options) -> Callable:
+    """Decode with this package."""
+
+    def run(prompts: list[str], tally: Tally) -> None:
+        started = time.perf_counter()
+        results = generate(
+            checkpoint, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens, **options
+        )
+        tally.seconds.append(time.perf_counter() - started)
+        tally.tokens.append(sum(len(r.token_ids) for r in results))
+        tally.forwards += sum(r.forwards for r in results)
+        tally.answers += [r.text for r in results]
+        tally.token_ids += [r.token_ids for r in results]
+
+    return run
+
+
+def theirs(checkpoint: Checkpoint, batch_size: int, max_new_tokens: int, **options) -> Callable:
+    """Decode greedily with `transformers` generate; only tokens up to the end count."""
+    tokenizer, model = checkpoint.tokenizer, checkpoint.model
+
+    def run(prompts: list[str], tally: Tally) -> None:
+        tokenizer.padding_side = "left"
+        started, tokens = time.perf_counter(), 0
+        for first in range(0, len(prompts), batch_size):
+            chats = [[{"role": "user", "content": p}] for p in prompts[first : first + batch_size]]
+            inputs = tokenizer.apply_chat_template(
+                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+            )
+            output = model.generate(
+                **inputs, max_new_tokens=max_new_tokens, do_sample=False, **options
+            )
+            for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+                end = next((i + 1 for i, t in enumerate(row) if t in checkpoint.eos_token_ids), None)
+                tokens += len(row[:end])
+                tally.token_ids.append(row[:end])
+                tally.answers.append(tokenizer.decode(row[:end], skip_special_tokens=True))
+        tally.seconds.append(time.perf_counter() - started)
+        tally.tokens.append(tokens)
+
+    return run
+
+
+def measure_likelihood(checkpoint: Checkpoint, records: list[dict]) -> dict[str, float]:
+    """Clean NLL and accuracy per offset against the worked solutions."""
+    examples, _ = build_examples(
+        records, checkpoint.tokenizer, max_length=1024, eos_token_ids=checkpoint.eos_token_ids
+    )
+    block_size = checkpoint.mars.block_size if checkpoint.mars else 0
+    probe = Probe(
+        checkpoint, examples, Collator(pad_token_id=0), block_size, contextlib.nullcontext
+    )
+    return probe.measure_likelihood()
+
+
+def measure_decoding(
+    ways: dict[str, Callable], prompts: list[str], groups: int
+) -> dict[str, Tally]:
+    """Run every way on every group, interleaved; the first run of each is a warm-up."""
+    tallies = {name: Tally() for name in ways}
+    for run in ways.values():
+        run(prompts[:2], Tally())
+    for group in range(groups):
+        for name, run in ways.items():
+            run(prompts[group::groups], tallies[name])
+            print(f"group {group + 1}/{groups}: {name} done", file=sys.stderr)
+    return tallies
+
+
+def summarise(tallies: dict[str, Tally], gold: list[str | None], groups: int) -> list[dict]:
+    """One row per way of decoding; ratios to our AR mode and to `transformers`."""
+    order = [i for group in range(groups) for i in range(group, len(gold), groups)]
+    rows = []
+    for name, tally in tallies.items():
+        right = sum(last_number(a) == gold[i] for a, i in zip(tally.answers, order, strict=True))
+        equal = zip(tally.token_ids, tallies["ar"].token_ids, strict=True)
+        rows.append(
+            {
+                "way": name,
+                "tokens_per_s": round(statistics.median(tally.speed), 2),
+                "ratio_to_ar": round(median_ratio(tally.speed, tallies["ar"].speed), 3),
+                "ratio_to_transformers": round(
+                    median_ratio(tally.speed, tallies["transformers"].speed), 3
+                ),
+                "tokens_per_forward": round(sum(tally.tokens) / tally.forwards, 3)
+                if tally.forwards
+                else None,
+                "accuracy": right / len(gold),
+                "same_as_ar": sum(a == b for a, b in equal) / len(gold),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="hub id or folder; the default model if left out")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--thresholds", type=float, nargs="*", default=[0.95, 0.9, 0.7, 0.5])
+    parser.add_argument("--window", type=int, help="the trained block size if left out")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+
+    with open(args.data) as file:
+        records = [json.loads(line) for line in file][: args.questions]
+    checkpoint = load(args.model, dtype=args.dtype)
+    report = {"environment": environment(), "arguments": vars(args)}
+    report["likelihood"] = measure_likelihood(checkpoint, records)
+    settings = (checkpoint, args.batch_size, args.max_new_tokens)
+    ways = {"transformers": theirs(*settings), "ar": ours(*settings, mode="ar")}
+    if checkpoint.mars is not None:
+        for tau in args.thresholds:
+            ways[f"threshold {tau}"] = ours(
+                *settings, mode="threshold", threshold=tau, window=args.window
+            )
+    gold = [last_number(record["answer"]) for record in records]
+    tallies = measure_decoding(ways, [record["question"] for record in records], args.groups)
+    report["decoding"] = summarise(tallies, gold, args.groups)
+    text = json.dumps(report, indent=2)
+    if args.json:
+        with open(args.json, "w") as file:
+            file.write(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

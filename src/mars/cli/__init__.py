@@ -1,0 +1,1 @@
+"""The `mars` command. Its modules import nothing heavy until a command runs."""

@@ -1,0 +1,209 @@
+"""`mars bench`: one checkpoint, the same prompts, one token per forward against several."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mars.cli.environment import describe_environment
+from mars.cli.generate import prepare_all, run_all
+from mars.cli.options import (
+    DEFAULTS,
+    BatchSize,
+    Dtype,
+    MaxNewTokens,
+    Model,
+    PromptsFile,
+    Window,
+    load_checkpoint,
+)
+from mars.decoding.options import DecodingOptions
+from mars.errors import UserError
+
+if TYPE_CHECKING:
+    from mars.checkpoint import Checkpoint
+    from mars.decoding.request import Prompt, Result
+
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a short letter that thanks a neighbour for watering the plants.",
+    "A shop sells pens at 3 euros each. How much do 14 pens cost? Show the steps.",
+    "List five things to pack for a weekend in the mountains.",
+    "What is the difference between weather and climate?",
+    "Write a Python function that reverses a list.",
+    "Summarise the story of Little Red Riding Hood in four sentences.",
+    "Give me a simple recipe for pancakes.",
+)
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One pass over all prompts."""
+
+    seconds: float
+    """Wall time of the pass, prompts included."""
+    token_ids: list[list[int]]
+    """The answers."""
+    forwards: int
+    """Sum over the answers."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(ids) for ids in self.token_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all answers per second of wall time."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: a mode, over all repeats."""
+
+    mode: str
+    tokens_per_second: float
+    """Median of the repeats."""
+    tokens_per_forward: float
+    ratio: float
+    """Median over the repeats of tokens/s over those of AR in the same repeat."""
+    leading_agreement: float
+    """Share of tokens before the first that differs from AR."""
+    identical_outputs: float
+    """Share of answers equal to AR."""
+    repeats: list[float]
+    """Tokens/s of every repeat."""
+
+
+def bench(
+    prompts_file: PromptsFile = None,
+    model: Model = None,
+    threshold: Annotated[
+        list[float] | None, typer.Option(help="tau; may be repeated. Default: 0.9.")
+    ] = None,
+    window: Window = None,
+    max_new_tokens: MaxNewTokens = 128,
+    batch_size: BatchSize = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes per mode.")] = 3,
+    dtype: Dtype = "float32",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures here.")
+    ] = None,
+) -> None:
+    """Measure AR against multi-token decoding of the same checkpoint on the same prompts."""
+    from mars.data.files import read_prompts
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UserError(f"There is no folder {json_file.parent} to write {json_file.name} into.")
+    prompts = list(PROMPTS) if prompts_file is None else read_prompts(prompts_file)
+    base = DecodingOptions(mode="ar", window=window, max_new_tokens=max_new_tokens)
+    modes = {"ar": base}
+    for tau in threshold or [DEFAULTS.threshold]:
+        modes[f"threshold {tau}"] = replace(base, mode="threshold", threshold=tau)
+    checkpoint = load_checkpoint(model, dtype)
+    _ = checkpoint.mask_token_id  # a plain AR model has nothing to compare
+    environment = describe_environment()
+    settings = {
+        "model": checkpoint.name,
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "dtype": dtype,
+    }
+    print(*(f"{name}: {value}" for name, value in (environment | settings).items()), sep="\n")
+    rows = summarise(measure(checkpoint, prompts, modes, batch_size, repeats))
+    print(table(rows))
+    if json_file is not None:
+        record = {"environment": environment, "settings": settings, "rows": [*map(asdict, rows)]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def measure(
+    checkpoint: "Checkpoint",
+    prompts: "Sequence[Prompt]",
+    modes: dict[str, DecodingOptions],
+    batch_size: int,
+    repeats: int,
+) -> dict[str, list[Run]]:
+    """Run every mode `repeats` times, in turn, so that all see the same state of the machine."""
+    requests = {
+        mode: prepare_all(checkpoint, prompts, options, raw=False)
+        for mode, options in modes.items()
+    }
+    for options in modes.values():  # warm-up, not counted
+        short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
+        warm_up = prepare_all(checkpoint, prompts[:batch_size], short, raw=False)
+        list(run_all(checkpoint, warm_up, batch_size))
+    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
+    for _ in range(repeats):
+        for mode in modes:
+            started = time.perf_counter()
+            events = list(run_all(checkpoint, requests[mode], batch_size))
+            seconds = time.perf_counter() - started
+            results = {e.index: e.result for e in events if e.result is not None}
+            runs[mode].append(_run([results[i] for i in range(len(prompts))], seconds))
+    return runs
+
+
+def _run(results: "Sequence[Result]", seconds: float) -> Run:
+    return Run(
+        seconds=seconds,
+        token_ids=[result.token_ids for result in results],
+        forwards=sum(result.forwards for result in results),
+    )
+
+
+def summarise(runs: dict[str, list[Run]]) -> list[Row]:
+    """Compare every mode with the first, which is AR."""
+    baseline = next(iter(runs.values()))
+    return [_row(mode, repeats, baseline) for mode, repeats in runs.items()]
+
+
+def _row(mode: str, repeats: Sequence[Run], baseline: Sequence[Run]) -> Row:
+    rates = [run.tokens_per_second for run in repeats]
+    pairs = zip(rates, (run.tokens_per_second for run in baseline), strict=True)
+    leading, identical = agreement(repeats[0].token_ids, baseline[0].token_ids)
+    return Row(
+        mode=mode,
+        tokens_per_second=median(rates),
+        tokens_per_forward=repeats[0].num_tokens / repeats[0].forwards,
+        ratio=median(rate / reference for rate, reference in pairs),
+        leading_agreement=leading,
+        identical_outputs=identical,
+        repeats=rates,
+    )
+
+
+def agreement(answers: Sequence[list[int]], references: Sequence[list[int]]) -> tuple[float, float]:
+    """Return (share of tokens before the first difference, share of equal answers)."""
+    leading = total = 0
+    for answer, reference in zip(answers, references, strict=True):
+        pairs = zip(answer, reference, strict=False)
+        differs = (i for i, (a, r) in enumerate(pairs) if a != r)
+        leading += next(differs, min(len(answer), len(reference)))
+        total += max(len(answer), len(reference))
+    equal = sum(a == r for a, r in zip(answers, references, strict=True))
+    return leading / total, equal / len(references)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Format the rows for people."""
+    lines = [
+        f"\n{'mode':<16}{'tokens/s':>10}{'TPF':>7}{'ratio':>8}{'leading':>10}{'identical':>11}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.mode:<16}{row.tokens_per_second:>10.1f}{row.tokens_per_forward:>7.2f}"
+            f"{row.ratio:>7.2f}x{row.leading_agreement:>10.1%}{row.identical_outputs:>11.1%}"
+        )
+    return "\n".join(
+        [*lines, "leading: share of tokens before the first difference from ar; ratio: paired"]
+    )
