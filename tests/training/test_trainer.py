@@ -46,6 +46,7 @@ def test_gradient_accumulation_does_not_change_the_update(options, tmp_path, ext
     assert_same_weights(weights(whole), weights(parts), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_gradient_checkpointing_does_not_change_the_update(options, tmp_path):
     plain = run(options, tmp_path / "plain")
     less_memory = run(options, tmp_path / "less", "--gradient_checkpointing=True")
@@ -54,8 +55,8 @@ def test_gradient_checkpointing_does_not_change_the_update(options, tmp_path):
 
 def test_two_processes_equal_one(options, tmp_path):
     one = run(options, tmp_path / "one")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
-    command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     command += ["-m", "mars", "train", *options, f"--output_dir={tmp_path / 'two'}"]
     command += ["--per_device_train_batch_size=2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -113,6 +114,7 @@ def test_log_has_losses_per_offset_and_probes_at_both_ends(options, tmp_path):
     lines = [json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()]
     probes = [x for x in lines if "probe_clean_nll" in x]
     assert [x["step"] for x in probes] == [0, 3]
+    assert [x["step"] for x in lines if "loss" in x] == [1, 2, 3]
     for j in range(1, 5):
         assert f"probe_mask{j}_accuracy" in probes[0]
         assert f"mask{j}_nll" in lines[1]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mars.cli.environment import describe_environment
-from mars.cli.generate import prepare_all, run_all
+from mars.cli.generate import in_order, prepare_all, run_all
 from mars.cli.options import (
     DEFAULTS,
     BatchSize,
@@ -27,7 +27,7 @@ from mars.errors import UserError
 
 if TYPE_CHECKING:
     from mars.checkpoint import Checkpoint
-    from mars.decoding.request import Prompt, Result
+    from mars.decoding.request import Request
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
@@ -97,7 +97,11 @@ def bench(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures here.")
     ] = None,
 ) -> None:
-    """Measure AR against multi-token decoding of the same checkpoint on the same prompts."""
+    """Measure AR against multi-token decoding.
+
+    Same checkpoint, same prompts, same engine; the modes take turns. Tokens/s include the reading
+    of the prompts.
+    """
     from mars.data.files import read_prompts
 
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -109,6 +113,10 @@ def bench(
         modes[f"threshold {tau}"] = replace(base, mode="threshold", threshold=tau)
     checkpoint = load_checkpoint(model, dtype)
     _ = checkpoint.mask_token_id  # a plain AR model has nothing to compare
+    requests = {
+        mode: prepare_all(checkpoint, prompts, options, raw=False)
+        for mode, options in modes.items()
+    }
     environment = describe_environment()
     settings = {
         "model": checkpoint.name,
@@ -119,7 +127,7 @@ def bench(
         "dtype": dtype,
     }
     print(*(f"{name}: {value}" for name, value in (environment | settings).items()), sep="\n")
-    rows = summarise(measure(checkpoint, prompts, modes, batch_size, repeats))
+    rows = summarise(measure(checkpoint, requests, batch_size, repeats))
     print(table(rows))
     if json_file is not None:
         record = {"environment": environment, "settings": settings, "rows": [*map(asdict, rows)]}
@@ -128,34 +136,30 @@ def bench(
 
 def measure(
     checkpoint: "Checkpoint",
-    prompts: "Sequence[Prompt]",
-    modes: dict[str, DecodingOptions],
+    requests: "dict[str, list[Request]]",
     batch_size: int,
     repeats: int,
 ) -> dict[str, list[Run]]:
     """Run every mode `repeats` times, in turn, so that all see the same state of the machine."""
-    requests = {
-        mode: prepare_all(checkpoint, prompts, options, raw=False)
-        for mode, options in modes.items()
-    }
-    for options in modes.values():  # warm-up, not counted
-        short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
-        warm_up = prepare_all(checkpoint, prompts[:batch_size], short, raw=False)
-        list(run_all(checkpoint, warm_up, batch_size))
-    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
+    for mode in requests:  # warm-up, not counted
+        _run(checkpoint, [_shorten(r) for r in requests[mode][:batch_size]], batch_size)
+    runs: dict[str, list[Run]] = {mode: [] for mode in requests}
     for _ in range(repeats):
-        for mode in modes:
-            started = time.perf_counter()
-            events = list(run_all(checkpoint, requests[mode], batch_size))
-            seconds = time.perf_counter() - started
-            results = {e.index: e.result for e in events if e.result is not None}
-            runs[mode].append(_run([results[i] for i in range(len(prompts))], seconds))
+        for mode in requests:
+            runs[mode].append(_run(checkpoint, requests[mode], batch_size))
     return runs
 
 
-def _run(results: "Sequence[Result]", seconds: float) -> Run:
+def _shorten(request: "Request") -> "Request":
+    budget = min(WARM_UP_TOKENS, request.options.max_new_tokens)
+    return replace(request, options=replace(request.options, max_new_tokens=budget))
+
+
+def _run(checkpoint: "Checkpoint", requests: "Sequence[Request]", batch_size: int) -> Run:
+    started = time.perf_counter()
+    results = list(in_order(run_all(checkpoint, requests, batch_size)))
     return Run(
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
         token_ids=[result.token_ids for result in results],
         forwards=sum(result.forwards for result in results),
     )

@@ -44,7 +44,10 @@ def chat(
     seed: Seed = DEFAULTS.seed,
     dtype: Dtype = "float32",
 ) -> None:
-    """Chat; after each answer see tokens per forward (TPF) and tokens per second."""
+    """Chat with a model.
+
+    After each answer see tokens per forward (TPF) and tokens per second.
+    """
     checkpoint = load_checkpoint(model, dtype)
     options = decoding_options(
         checkpoint,

@@ -38,8 +38,9 @@ def preview(
         bool, typer.Option("--last-turn-only", help="Supervise only the last assistant turn.")
     ] = False,
 ) -> None:
-    """Print examples with the supervised text marked, and the share of supervised tokens.
+    """Print examples with their loss mask.
 
+    Also the share of supervised tokens, and what was left out.
     Supervised text is green, or between ⟦ and ⟧ when the output is not a terminal.
     """
     from mars.data import build_examples, preview, read_records

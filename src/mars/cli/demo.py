@@ -18,7 +18,10 @@ def demo(
         Path | None, typer.Option(metavar="FOLDER", help="Keep the trained checkpoint here.")
     ] = None,
 ) -> None:
-    """Train a model for a few minutes, then compare AR and multi-token generation."""
+    """Train for a few minutes, then compare both modes.
+
+    The prompts of the comparison are not among those of the training.
+    """
     from mars.demo.main import demo as run_demo
 
     run_demo(model=model, train_minutes=train_minutes, threshold=threshold, output=output)

@@ -76,7 +76,10 @@ def generate(
         bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")
     ] = False,
 ) -> None:
-    """Answer a prompt, or every prompt of a file or of standard input."""
+    """Answer one prompt or many.
+
+    They are the PROMPT, the lines of a file (--prompts), or the lines of standard input.
+    """
     prompts = gather_prompts(prompt, prompts_file)
     checkpoint = load_checkpoint(model, dtype)
     options = decoding_options(

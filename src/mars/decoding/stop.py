@@ -56,11 +56,14 @@ class Detokenizer:
         """Add a token and return the text that it completes."""
         window = [*self._context, token]
         text = self._decode(window)
-        if self._context and text == self._shown and not self._decode([token]):
+        if text and text == self._shown + self._held and not self._decode([token]):
             return ""  # a special token; it must not push visible ones out of the context
         certain, self._held = _split_incomplete(text)
-        piece = certain[len(self._shown) :]
-        self._shown += piece
+        if certain.startswith(self._shown):
+            piece = certain[len(self._shown) :]
+            self._shown = certain
+        else:  # byte fallback shows a whole run of bytes as broken until its last one arrives
+            piece, self._held = "", text[len(self._shown) :]
         self._context = window
         if len(window) > _CONTEXT_TOKENS:
             self._shorten()

@@ -71,6 +71,9 @@ class MarsArguments(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
     save_steps: float = field(default=200, metadata={"help": "Save every so many steps."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Every parameter is used in every step."}
+    )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Leave this False."})
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ class ProbeCallback(TrainerCallback):
         self.log = log
         self.every = every
 
-    def _measure(self, state: Any) -> None:
+    def _measure(self, state: Any, control: Any) -> None:
         if not state.is_world_process_zero:
             return
         model = self.probe.checkpoint.model
@@ -97,18 +97,20 @@ class ProbeCallback(TrainerCallback):
         model.eval()
         measured = self.probe.measure()
         model.train(was_training)
+        should_log = control.should_log  # the log of this step is still to come; ours resets it
         self.log({f"probe_{name}": round(value, 5) for name, value in measured.items()})
+        control.should_log = should_log
         tqdm.write(describe_probe(state.global_step, measured))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the untrained model."""
         if state.global_step == 0:
-            self._measure(state)
+            self._measure(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure every so many steps, and after the last."""
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self._measure(state)
+            self._measure(state, control)
 
 
 def describe_probe(step: int, measured: dict[str, float]) -> str:

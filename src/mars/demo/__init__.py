@@ -1,0 +1,1 @@
+"""The demonstration: train for a few minutes, then watch AR and multi-token decoding."""

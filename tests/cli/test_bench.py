@@ -1,0 +1,77 @@
+"""`mars bench`: the comparison itself, then the command."""
+
+import json
+
+import pytest
+
+from mars.cli.bench import Run, agreement, summarise
+
+
+@pytest.mark.parametrize(
+    ("answers", "references", "wanted"),
+    [
+        ([[1, 2, 3]], [[1, 2, 3]], (1.0, 1.0)),
+        ([[1, 2, 3]], [[1, 9, 3]], (1 / 3, 0.0)),
+        ([[1, 2]], [[1, 2, 3, 4]], (0.5, 0.0)),
+        ([[9], [1, 2, 3]], [[8], [1, 2, 3]], (0.75, 0.5)),
+    ],
+)
+def test_agreement(answers, references, wanted):
+    assert agreement(answers, references) == pytest.approx(wanted)
+    assert agreement(references, answers) == pytest.approx(wanted)
+
+
+def test_ratios_are_taken_within_a_repeat():
+    def run(seconds: float, forwards: int) -> Run:
+        return Run(seconds=seconds, token_ids=[[1] * 100], forwards=forwards)
+
+    # The machine slows down tenfold from repeat to repeat; threshold is twice as fast in each.
+    slow = (1.0, 10.0, 100.0)
+    runs = {"ar": [run(s, 100) for s in slow], "fast": [run(s / 2, 50) for s in slow]}
+    ar, fast = summarise(runs)
+    assert (ar.ratio, fast.ratio) == (1.0, 2.0)
+    assert (ar.tokens_per_second, fast.tokens_per_second) == (10.0, 20.0)
+    assert (ar.tokens_per_forward, fast.tokens_per_forward) == (1.0, 2.0)
+    assert fast.repeats == [200.0, 20.0, 2.0]
+
+
+def test_command(mars, folder, tmp_path):
+    file, prompts = tmp_path / "bench.json", tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    outcome = mars(
+        *("bench", "--model", folder, "--prompts", prompts, "--max-new-tokens", 12),
+        *("--threshold", 0.0, "--threshold", 1.0, "--repeats", 2, "--json", file),
+    )
+    assert outcome.exit_code == 0, outcome.stderr
+    record = json.loads(file.read_text())
+    assert {"python", "torch", "transformers", "mars", "cpu", "threads"} <= set(
+        record["environment"]
+    )
+    ar, eager, careful = record["rows"]
+    assert [row["mode"] for row in record["rows"]] == ["ar", "threshold 0.0", "threshold 1.0"]
+    assert ar["tokens_per_forward"] == ar["ratio"] == ar["identical_outputs"] == 1
+    assert eager["tokens_per_forward"] > 2
+    assert eager["identical_outputs"] < 1
+    assert careful["tokens_per_forward"] == careful["identical_outputs"] == 1
+    assert all(len(row["repeats"]) == 2 and min(row["repeats"]) > 0 for row in record["rows"])
+    for words in ("TPF", "threshold 0.0", "transformers", "tokens/s"):
+        assert words in outcome.stdout
+
+
+def test_built_in_prompts(mars, folder):
+    outcome = mars("bench", "--model", folder, "--max-new-tokens", 2, "--repeats", 1)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "prompts: 8" in outcome.stdout
+
+
+def test_a_plain_model_has_nothing_to_compare(fails, plain_folder):
+    assert "mars train" in fails("bench", "--model", plain_folder)
+
+
+def test_the_json_file_is_checked_before_the_work(fails, tmp_path):
+    assert "no folder" in fails("bench", "--model", "unused", "--json", tmp_path / "a" / "b.json")
+
+
+def test_bad_options(fails, folder):
+    assert "window 9" in fails("bench", "--model", folder, "--window", 9)
+    assert "threshold" in fails("bench", "--model", folder, "--threshold", -1)

@@ -1,0 +1,71 @@
+import torch
+
+from mars.engine.cache import SlotCache
+
+
+def states(rows: int, columns: int, first: float = 1.0) -> torch.Tensor:
+    """Numbered (rows, 2 heads, columns, 3) states; every entry of a column has its number."""
+    numbers = torch.arange(rows * columns).reshape(rows, 1, columns, 1) + first
+    return numbers.expand(rows, 2, columns, 3).float()
+
+
+def write(
+    cache: SlotCache, rows: slice, slots: list[list[int]], num_visible: int, new: torch.Tensor
+) -> torch.Tensor:
+    cache.prepare(rows, torch.tensor(slots), num_visible)
+    keys, values = cache.update(new, -new, 0)
+    assert torch.equal(values, -keys)
+    return keys[:, 0, :, 0]
+
+
+def test_columns_go_to_their_slots_and_padding_to_scratch() -> None:
+    cache = SlotCache(num_rows=3, num_slots=5)
+    seen = write(cache, slice(1, 3), [[-1, 0, 1], [0, 1, 2]], 4, states(2, 3))
+    assert seen.tolist() == [[2, 3, 0, 0], [4, 5, 6, 0]]
+    assert cache.keys[0].shape == (3, 2, 6, 3)
+    assert cache.keys[0][0].eq(0).all()
+
+
+def test_forgotten_slots_are_overwritten() -> None:
+    cache = SlotCache(num_rows=1, num_slots=8)
+    write(cache, slice(0, 1), [[0, 1, 2, 3]], 4, states(1, 4))
+    seen = write(cache, slice(0, 1), [[1, 2]], 3, states(1, 2, first=10))
+    assert seen.tolist() == [[1, 10, 11]]
+
+
+def test_growing_keeps_everything_but_scratch() -> None:
+    cache = SlotCache(num_rows=2, num_slots=3)
+    write(cache, slice(0, 2), [[0, 1, -1], [0, 1, 2]], 3, states(2, 3))
+    cache.reserve(7)
+    assert cache.num_slots == 7
+    assert cache.keys[0][:, 0, :, 0].tolist() == [
+        [1, 2, 0, 0, 0, 0, 0, 0],
+        [4, 5, 6, 0, 0, 0, 0, 0],
+    ]
+    cache.reserve(4)  # never shrinks
+    assert cache.num_slots == 7
+
+
+def test_growing_holds_one_tensor_twice_at_most() -> None:
+    cache = SlotCache(num_rows=1, num_slots=2)
+    cache.prepare(slice(0, 1), torch.tensor([[0]]), 1)
+    for layer in range(4):
+        cache.update(states(1, 1), states(1, 1), layer)
+    allocated: list[int] = []
+    new = cache._new
+
+    def spy(like: torch.Tensor) -> torch.Tensor:
+        sizes = [tensor.shape[2] for tensor in cache.keys + cache.values]
+        allocated.append(sizes.count(10))
+        return new(like)
+
+    cache._new = spy  # type: ignore[method-assign]
+    cache.reserve(9)
+    assert allocated == list(range(8))  # each new one replaces its old one before the next
+
+
+def test_a_row_moves() -> None:
+    cache = SlotCache(num_rows=2, num_slots=3)
+    write(cache, slice(0, 2), [[0, 1, 2], [0, 1, 2]], 3, states(2, 3))
+    cache.move_row(1, 0, 2)
+    assert cache.keys[0][0, 0, :3, 0].tolist() == [4, 5, 3]

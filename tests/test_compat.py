@@ -1,0 +1,49 @@
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+import mars.engine.runner  # noqa: F401  (registers the attention function)
+from mars.compat import _forward_signature, attention_implementation
+from mars.engine.attention import grouped_attention
+from tests.conftest import make_model
+
+
+def test_attention_and_its_mask_are_registered() -> None:
+    assert AttentionInterface()["mars"] is grouped_attention
+    assert "mars" in AttentionMaskInterface()
+
+
+def test_the_implementation_is_restored_even_after_an_error() -> None:
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(RuntimeError), attention_implementation(model, "mars"):
+        assert model.model.layers[0].self_attn.config._attn_implementation == "mars"
+        raise RuntimeError
+    assert model.config._attn_implementation == before
+
+
+def test_both_names_of_the_cache_argument() -> None:
+    class Old(torch.nn.Module):
+        def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...
+
+    class New(torch.nn.Module):
+        def forward(self, input_ids: Any, cache: Any = None, logits_to_keep: int = 0) -> None: ...
+
+    class Unknown(torch.nn.Module):
+        def forward(self, input_ids: Any) -> None: ...
+
+    assert _forward_signature(Old) == ("past_key_values", False)  # type: ignore[arg-type]
+    assert _forward_signature(New) == ("cache", True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Unknown"):
+        _forward_signature(Unknown)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_installed_models_are_understood(family: str) -> None:
+    model: PreTrainedModel = make_model(family)
+    name, keeps_logits = _forward_signature(type(model))
+    assert name in ("cache", "past_key_values")
+    assert keeps_logits
