@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/mars demo
 
-# One thread per process: two processes of one thread beat one process of two.
+# One thread per process: JOBS processes share the cores without getting in each other's way.
 test: $(STAMP)
 	@$(BIN)/mars pull
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

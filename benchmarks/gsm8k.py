@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from common import environment, median_ratio
 
 from mars import generate, load
 from mars.checkpoint import Checkpoint
+from mars.cli.environment import describe_environment
 from mars.data import Collator, build_examples
 from mars.training.probe import Probe
 
@@ -38,6 +37,11 @@ class Tally:
     @property
     def speed(self) -> list[float]:
         return [n / s for n, s in zip(self.tokens, self.seconds, strict=True)]
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median over the groups of the ratio within a group."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def last_number(text: str) -> str | None:
@@ -74,13 +78,19 @@ def theirs(checkpoint: Checkpoint, batch_size: int, max_new_tokens: int, **optio
         for first in range(0, len(prompts), batch_size):
             chats = [[{"role": "user", "content": p}] for p in prompts[first : first + batch_size]]
             inputs = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+                chats,
+                add_generation_prompt=True,
+                padding=True,
+                return_tensors="pt",
+                return_dict=True,
             )
             output = model.generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, **options
             )
             for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-                end = next((i + 1 for i, t in enumerate(row) if t in checkpoint.eos_token_ids), None)
+                end = next(
+                    (i + 1 for i, t in enumerate(row) if t in checkpoint.eos_token_ids), None
+                )
                 tokens += len(row[:end])
                 tally.token_ids.append(row[:end])
                 tally.answers.append(tokenizer.decode(row[:end], skip_special_tokens=True))
@@ -158,7 +168,7 @@ def main() -> None:
     with open(args.data) as file:
         records = [json.loads(line) for line in file][: args.questions]
     checkpoint = load(args.model, dtype=args.dtype)
-    report = {"environment": environment(), "arguments": vars(args)}
+    report = {"environment": describe_environment(), "arguments": vars(args)}
     report["likelihood"] = measure_likelihood(checkpoint, records)
     settings = (checkpoint, args.batch_size, args.max_new_tokens)
     ways = {"transformers": theirs(*settings), "ar": ours(*settings, mode="ar")}

@@ -19,9 +19,11 @@ def test_attention_and_its_mask_are_registered() -> None:
 def test_the_implementation_is_restored_even_after_an_error() -> None:
     model = make_model("llama")
     before = model.config._attn_implementation
-    with pytest.raises(RuntimeError), attention_implementation(model, "mars"):
+    with attention_implementation(model, "mars"):
         assert model.model.layers[0].self_attn.config._attn_implementation == "mars"
-        raise RuntimeError
+    assert model.config._attn_implementation == before
+    with pytest.raises(ZeroDivisionError), attention_implementation(model, "mars"):
+        _ = 1 / 0
     assert model.config._attn_implementation == before
 
 

@@ -6,7 +6,7 @@ never exist at once. The caller divides by the global number of supervised token
 Shapes: N outputs with a target, D width, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,7 +59,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over the outputs of a batch; index j of the vectors is the offset, 0 the clean stream."""
+    """Sums over the outputs of a batch; in the vectors, index j is the offset (0: clean)."""
 
     loss: Tensor
     """Scalar float32, differentiable: the weighted sum of all terms."""
@@ -94,21 +94,32 @@ def stream_loss(
     loss = hidden[:, :1].float().sum() * 0  # differentiable even when nothing is supervised
     stats = torch.zeros(3, 1 + block_size, device=hidden.device)
     for selected, has_teacher in ((counted & ~distilled, False), (distilled, True)):
-        row, place = torch.nonzero(selected, as_tuple=True)
-        for r, p in zip(row.split(chunk_tokens), place.split(chunk_tokens), strict=True):
+        for r, p, is_real in _chunks(selected, chunk_tokens):
             teacher = hidden[r, streams.source[r, p]].detach() if has_teacher else None
             losses, nll, correct = checkpoint(
-                output_losses,
-                hidden[r, p],
-                streams.target[r, p],
-                teacher,
-                head,
-                use_reentrant=False,
+                output_losses, hidden[r, p], streams.target[r, p], teacher, head, use_reentrant=False
             )
-            loss = loss + (weight[r, p] * losses).sum()
-            rows = torch.stack([nll, correct, torch.ones_like(nll)])
+            loss = loss + (weight[r, p] * is_real * losses).sum()
+            rows = torch.stack([nll, correct, torch.ones_like(nll)]) * is_real
             stats.index_add_(1, streams.offset[r, p], rows)
     return LossSums(loss, *stats)
+
+
+def _chunks(selected: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the (row, place) of the selected outputs, and 1.0, in chunks of `size`.
+
+    The last chunk is filled up to a quarter of `size` with copies of one output, marked 0.0: a CPU
+    process keeps memory for every shape of a product it has ever computed.
+    """
+    row, place = torch.nonzero(selected, as_tuple=True)
+    quarter = max(1, size // 4)
+    num_fill = -len(row) % quarter if len(row) else 0
+    fill = torch.zeros(num_fill, dtype=torch.long, device=row.device)
+    index = torch.cat([torch.arange(len(row), device=row.device), fill])
+    is_real = torch.ones(len(index), device=row.device)
+    is_real[len(row) :] = 0
+    for chunk, real in zip(index.split(size), is_real.split(size), strict=True):
+        yield row[chunk], place[chunk], real
 
 
 def output_losses(

@@ -99,10 +99,13 @@ def build_streams(
     position_ids: Tensor,
     blocks: Blocks,
     mask_token_id: int,
+    *,
+    multiple: int = 1,
 ) -> Streams:
     """Append the masks in `blocks` to the clean rows. Pure; no padding id is ever looked at.
 
-    All tensors [B, L] int64 (see `tile_blocks`); `position_ids` restart in each document.
+    All tensors [B, L] int64 (see `tile_blocks`); `position_ids` restart in each document. M is
+    rounded up to a multiple of `multiple`.
     """
     num_rows, num_clean = input_ids.shape
     is_target = span_starts(labels, document)[1]
@@ -110,6 +113,7 @@ def build_streams(
     next_target[:, :-1] = torch.where(is_target[:, 1:], labels[:, 1:], IGNORE)
     index = _arange_like(input_ids)
     row, column, width = _columns(blocks.row, num_rows)
+    width = -(-width // multiple) * multiple
 
     def join(clean: Tensor, masks: Tensor, padding: int | Tensor) -> Tensor:
         masked = clean.new_zeros(num_rows, width) + padding

@@ -69,7 +69,9 @@ def test_a_plain_model_has_nothing_to_compare(fails, plain_folder):
 
 
 def test_the_json_file_is_checked_before_the_work(fails, tmp_path):
-    assert "no folder" in fails("bench", "--model", "unused", "--json", tmp_path / "a" / "b.json")
+    command = ["bench", "--model", "unused", "--json"]
+    assert "no folder" in fails(*command, tmp_path / "a" / "b.json")
+    assert "is a folder" in fails(*command, tmp_path)
 
 
 def test_bad_options(fails, folder):

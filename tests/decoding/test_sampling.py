@@ -111,6 +111,17 @@ def test_greedy_takes_no_filter_and_copies_nothing() -> None:
     assert choose(logits, params, torch.tensor([[9]])).item() == logits.argmax()
 
 
+@pytest.mark.parametrize("off", [{"top_p": 1.0}, {"min_p": 0.0}, {"top_k": 0}], ids=str)
+def test_a_row_without_filter_keeps_impossible_looking_tokens(off: dict[str, Any]) -> None:
+    on = DecodingOptions(temperature=1.0, top_p=0.5, min_p=0.5, top_k=2)
+    params = SamplingParams.of([on, DecodingOptions(temperature=1.0), on], V)
+    logits = torch.zeros(3, 1, V)
+    logits[..., 7] = -500.0  # probability 0 in float32
+    assert process(logits, params)[1].isfinite().all()
+    one_off = SamplingParams.of([dataclasses.replace(on, **off), on], V)
+    assert process(logits[:2], one_off)[0].isneginf().any()  # the other two still work
+
+
 def test_a_penalty_of_nothing_is_no_tensor() -> None:
     params = SamplingParams.of([DecodingOptions(seed=4)], V)
     unused = {f.name for f in dataclasses.fields(params)} - {"seed", "largest_top_k"}

@@ -56,7 +56,12 @@ def test_gradient_checkpointing_does_not_change_the_update(options, tmp_path):
 def test_two_processes_equal_one(options, tmp_path):
     one = run(options, tmp_path / "one")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    command += [
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+    ]
     command += ["-m", "mars", "train", *options, f"--output_dir={tmp_path / 'two'}"]
     command += ["--per_device_train_batch_size=2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -138,7 +143,7 @@ def test_sft_equals_the_loss_of_transformers(options, tmp_path, tiny_folder):
     from mars.training.run import load_examples
 
     checkpoint = load(tiny_folder)
-    examples, _ = load_examples(args, checkpoint)
+    examples, *_ = load_examples(args, checkpoint)
     generator = torch.Generator().manual_seed(42)
     order = torch.randperm(len(examples), generator=generator)[:4].tolist()
     batch = Collator(pad_token_id=0)([[examples[i]] for i in order])

@@ -104,8 +104,8 @@ def bench(
     """
     from mars.data.files import read_prompts
 
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UserError(f"There is no folder {json_file.parent} to write {json_file.name} into.")
+    if json_file is not None:
+        check_writable(json_file)
     prompts = list(PROMPTS) if prompts_file is None else read_prompts(prompts_file)
     base = DecodingOptions(mode="ar", window=window, max_new_tokens=max_new_tokens)
     modes = {"ar": base}
@@ -132,6 +132,14 @@ def bench(
     if json_file is not None:
         record = {"environment": environment, "settings": settings, "rows": [*map(asdict, rows)]}
         json_file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def check_writable(file: Path) -> None:
+    """Refuse, before the work, a file that could not be written after it."""
+    if file.is_dir():
+        raise UserError(f"{file} is a folder. Name a file.")
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"There is no folder {file.parent} to write {file.name} into.")
 
 
 def measure(

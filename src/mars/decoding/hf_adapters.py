@@ -78,7 +78,7 @@ def logits_hook(processors: LogitsProcessorList, padding_ids: list[int], row: in
 
     def hook(tokens: list[int], logits_V: torch.Tensor) -> torch.Tensor:
         input_ids: Any = torch.tensor([padding_ids + tokens], device=logits_V.device)
-        scores: Any = logits_V[None].clone()  # processors may write into their argument
+        scores: Any = logits_V[None]
         return of_row(input_ids, scores)[0]
 
     return hook

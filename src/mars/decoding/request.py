@@ -12,7 +12,8 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A question, a list of chat messages, or token ids."""
 
 LogitsHook = Callable[[list[int], torch.Tensor], torch.Tensor]
-"""(all tokens so far, logits (V,)) -> logits (V,): a processor of another library."""
+"""(all tokens so far, logits (V,)) -> logits (V,): a processor of another library. It may write
+into its argument."""
 StopHook = Callable[[list[int]], bool]
 """(all tokens so far) -> whether the last one ends the text."""
 

@@ -24,6 +24,10 @@ class MarsArguments(TrainingArguments):
         metadata={"help": "JSONL, JSON, CSV or Parquet file, or a `datasets` hub id."},
     )
     split: str = field(default="train", metadata={"help": "Split of a hub data set."})
+    columns: str | None = field(
+        default=None,
+        metadata={"help": "Other column names: prompt=instruction,completion=output."},
+    )
     limit: int | None = field(default=None, metadata={"help": "Use only the first records."})
     max_length: int = field(default=1024, metadata={"help": "Longest example, in tokens."})
     on_long: str = field(
@@ -91,9 +95,11 @@ class MarsArguments(TrainingArguments):
                 raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if self.remove_unused_columns:
             raise UserError("remove_unused_columns must stay False: MARS reads its own columns.")
+        if self.label_smoothing_factor:
+            raise UserError("label_smoothing_factor is not supported: leave it at 0.")
         if not torch.cuda.is_available():
             self.use_cpu = True
-        _ = self.objective  # validates the loss options
+        _ = self.objective, self.column_names  # validate
         super().__post_init__()
 
     @property
@@ -105,6 +111,18 @@ class MarsArguments(TrainingArguments):
             clean_weight=self.clean_weight,
             offset_decay=self.offset_decay,
         )
+
+    @property
+    def column_names(self) -> dict[str, str] | None:
+        """`columns` as a mapping from the standard name to the file's."""
+        if self.columns is None:
+            return None
+        pairs = [pair.split("=") for pair in self.columns.split(",")]
+        if any(len(pair) != 2 or not all(pair) for pair in pairs):
+            raise UserError(
+                f"columns must look like prompt=instruction,completion=output; got {self.columns!r}."
+            )
+        return {standard.strip(): name.strip() for standard, name in pairs}
 
 
 def parse_arguments(arguments: list[str], **defaults: Any) -> MarsArguments:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from mars.checkpoint import Checkpoint, check_supported, load, prepare_for_training
-from mars.data import Collator, Example, build_examples, pack, read_records
+from mars.data import BuildReport, Collator, Example, build_examples, pack, read_records
 from mars.errors import UserError
 from mars.training.arguments import MarsArguments
 from mars.training.forward import (
@@ -19,7 +19,7 @@ from mars.training.forward import (
     remove_stream_forward,
 )
 from mars.training.probe import Probe, ProbeCallback
-from mars.training.trainer import MarsTrainer
+from mars.training.trainer import LENGTH_MULTIPLE, MarsTrainer
 
 
 def train(args: MarsArguments) -> Path:
@@ -47,12 +47,14 @@ def train(args: MarsArguments) -> Path:
         )
     if torch.cuda.is_available():
         checkpoint.model.set_attn_implementation("flex_attention")
-    examples, held_out = load_examples(args, checkpoint)
+    examples, held_out, report = load_examples(args, checkpoint)
+    if args.process_index == 0:
+        print(report.describe(), file=sys.stderr)
     base = checkpoint.model
     add_stream_forward(base)
     model = wrap_lora(checkpoint, args) if args.method == "lora" else base
     pad = checkpoint.tokenizer.pad_token_id or 0
-    collate = Collator(pad_token_id=pad)
+    collate = Collator(pad_token_id=pad, pad_to_multiple_of=LENGTH_MULTIPLE)
     trainer = MarsTrainer(
         checkpoint=checkpoint,
         args=args,
@@ -88,9 +90,11 @@ def resume_point(folder: Path, wanted: str | None) -> str | None:
 
 def load_examples(
     args: MarsArguments, checkpoint: Checkpoint
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[list[Example], list[Example], BuildReport]:
     """Read and tokenise the data; hold out the last `probe_size` examples for the probe."""
-    records = read_records(str(args.data), split=args.split, limit=args.limit)
+    records = read_records(
+        str(args.data), split=args.split, columns=args.column_names, limit=args.limit
+    )
     examples, report = build_examples(
         records,
         checkpoint.tokenizer,
@@ -99,15 +103,13 @@ def load_examples(
         on_long=args.on_long,
         eos_token_ids=checkpoint.eos_token_ids,
     )
-    if args.process_index == 0:
-        print(report.describe(), file=sys.stderr)
     if args.probe_size >= len(examples):
         raise UserError(
             f"{len(examples)} examples are left and probe_size={args.probe_size} of them are held "
             "out: nothing remains to train on. Lower --probe_size."
         )
     split = len(examples) - args.probe_size
-    return examples[:split], examples[split:]
+    return examples[:split], examples[split:], report
 
 
 def training_rows(examples: Sequence[Example], args: MarsArguments) -> list[list[Example]]:

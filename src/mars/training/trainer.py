@@ -14,6 +14,10 @@ from mars.counter import hash64
 from mars.streams import Blocks, Streams, build_streams, tile_blocks
 from mars.training.arguments import MarsArguments
 
+# Both streams are padded to a multiple of this: with ever new shapes the memory of a CPU process
+# grows by some 90 MB a step (default model), and compiled kernels would be built again and again.
+LENGTH_MULTIPLE = 64
+
 
 def training_streams(
     batch: dict[str, Tensor], *, block_size: int, mask_token_id: int, seed: int, step: int
@@ -32,7 +36,13 @@ def training_streams(
         numbers = hash64(seed, step, batch["example_ids"], batch["position_ids"])
         blocks = tile_blocks(labels, document, numbers.remainder(block_size), block_size)
     return build_streams(
-        batch["input_ids"], labels, document, batch["position_ids"], blocks, mask_token_id
+        batch["input_ids"],
+        labels,
+        document,
+        batch["position_ids"],
+        blocks,
+        mask_token_id,
+        multiple=LENGTH_MULTIPLE,
     )
 
 

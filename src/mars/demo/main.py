@@ -1,0 +1,209 @@
+"""Train the default model for a few minutes, then compare both modes on prompts it has not seen.
+
+The training set are 360 prompts written for this project with the answers that the default model
+itself gives (greedily): the model learns to say what it says anyway, several tokens at a time.
+"""
+
+import json
+import shutil
+import textwrap
+import time
+from importlib.resources import files
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from mars.checkpoint import Checkpoint, load, prepare_for_training
+from mars.cli.bench import agreement
+from mars.cli.environment import describe_environment
+from mars.data import Collator
+from mars.decoding.generate import generate
+from mars.decoding.options import DecodingOptions
+from mars.decoding.request import Result
+from mars.default_model import cache_folder
+from mars.errors import UserError
+from mars.training.arguments import MarsArguments, parse_arguments
+from mars.training.forward import run_streams
+from mars.training.run import load_examples, train, training_rows
+from mars.training.trainer import training_streams
+
+MOST_STEPS = 150
+FEWEST_STEPS = 10
+MAX_NEW_TOKENS = 128
+COLUMN = 56
+
+
+def demo(
+    *,
+    model: str | None = None,
+    train_minutes: float = 8.0,
+    threshold: float | None = 0.9,
+    output: Path | None = None,
+) -> None:
+    """Train for `train_minutes`, then decode unseen prompts in both modes and print the difference.
+
+    Args:
+        model: hub id or folder; the default model if None.
+        train_minutes: time for the training, estimated from two steps measured first.
+        threshold: tau of the multi-token mode.
+        output: where the checkpoint goes; a folder in the cache if None.
+    """
+    options = DecodingOptions(threshold=threshold, max_new_tokens=MAX_NEW_TOKENS)
+    folder = _output_folder(output)
+    print("MARS demo.", *(f"{k}: {v}" for k, v in describe_environment().items()), sep="  ")
+    args = plan_training(model, folder, train_minutes)
+    minutes = train_minutes
+    print(
+        f"\n1. Training: {args.max_steps} steps, about {minutes:.0f} minutes or less.\n", flush=True
+    )
+    train(args)
+    checkpoint = load(folder, dtype="bfloat16" if args.bf16 else "float32")
+    print("\n2. The same weights, one token per forward (left) and several (right):")
+    rows = compare(checkpoint, _prompts(), options)
+    print(summary(rows, options.threshold))
+    print("\n3. " + check_plain_loading(folder, _prompts()[0]))
+    print(f"\nTalk to it:  mars chat --model {folder}")
+
+
+def _output_folder(output: Path | None) -> Path:
+    """Return an empty folder; only the demo's own may be replaced."""
+    if output is None:
+        folder = cache_folder() / "demo"
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"{output} is not empty. Choose another --output.")
+    return output
+
+
+def _prompts() -> list[str]:
+    lines = files("mars.demo").joinpath("show_prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def plan_training(model: str | None, folder: Path, minutes: float) -> MarsArguments:
+    """Choose precision and number of steps such that training fits into `minutes`."""
+
+    def arguments(steps: int, is_bfloat16: bool) -> MarsArguments:
+        return parse_arguments(
+            [],
+            model=model,
+            data=str(files("mars.demo").joinpath("train.jsonl")),
+            output_dir=str(folder),
+            max_steps=steps,
+            bf16=is_bfloat16,
+            max_length=512,
+            packing=True,
+            per_device_train_batch_size=4,
+            masked_loss="distill",
+            learning_rate=2e-4,
+            warmup_steps=0.05,
+            probe_size=16,
+            probe_steps=MOST_STEPS,
+            save_strategy="no",
+            logging_steps=5,
+        )
+
+    seconds = {flag: seconds_per_step(arguments(1, flag)) for flag in (True, False)}
+    is_bfloat16 = seconds[True] <= seconds[False]
+    steps = int(60 * minutes / seconds[is_bfloat16])
+    return arguments(min(MOST_STEPS, max(FEWEST_STEPS, steps)), is_bfloat16)
+
+
+def seconds_per_step(args: MarsArguments) -> float:
+    """Time the forward and backward of one typical batch, after a warm-up."""
+    checkpoint = load(args.model, dtype="float32")
+    prepare_for_training(checkpoint, block_size=args.block_size, adapter="full")
+    rows = training_rows(load_examples(args, checkpoint)[0], args)
+    batch = Collator(pad_token_id=0)(rows[: args.per_device_train_batch_size])
+    streams = training_streams(
+        batch,
+        block_size=args.block_size,
+        mask_token_id=checkpoint.mask_token_id,
+        seed=0,
+        step=0,
+    )
+    elapsed = 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
+            sums = run_streams(
+                checkpoint.model, streams, args.objective, block_size=args.block_size
+            )
+        sums.loss.backward()
+        elapsed = time.perf_counter() - started
+    return elapsed
+
+
+def compare(
+    checkpoint: Checkpoint, prompts: list[str], options: DecodingOptions
+) -> list[tuple[Result, Result]]:
+    """Decode each prompt in both modes, one after the other, and print the answers in columns."""
+    generate(checkpoint, prompts[0], options, max_new_tokens=8)  # warm-up
+    rows = []
+    for prompt in prompts:
+        one = generate(checkpoint, prompt, options, mode="ar")
+        several = generate(checkpoint, prompt, options)
+        rows.append((one, several))
+        print(f"\n> {prompt}")
+        print(two_columns(_label("ar", one), _label("threshold", several)))
+        print(two_columns(one.text, several.text), flush=True)
+    return rows
+
+
+def _label(mode: str, result: Result) -> str:
+    speed = len(result.token_ids) / result.seconds
+    return f"[{mode}: {speed:.0f} tokens/s, {result.tokens_per_forward:.2f} tokens per forward]"
+
+
+def two_columns(left: str, right: str) -> str:
+    """Set two texts side by side."""
+
+    def wrap(text: str) -> list[str]:
+        lines = [textwrap.wrap(line, COLUMN) or [""] for line in text.splitlines()]
+        return [part for line in lines for part in line]
+
+    pairs = zip_longest(wrap(left), wrap(right), fillvalue="")
+    return "\n".join(f"{a:<{COLUMN}} | {b}" for a, b in pairs)
+
+
+def summary(rows: list[tuple[Result, Result]], threshold: float | None) -> str:
+    """Tabulate speed and what changed in the text."""
+    lines = [f"\n{'':<16}{'tokens/s':>10}{'TPF':>7}{'ratio':>8}"]
+    speeds = []
+    for name, results in zip(
+        ("ar", f"threshold {threshold}"), zip(*rows, strict=True), strict=True
+    ):
+        tokens = sum(len(r.token_ids) for r in results)
+        speeds.append(tokens / sum(r.seconds for r in results))
+        per_forward = tokens / sum(r.forwards for r in results)
+        ratio = speeds[-1] / speeds[0]
+        lines.append(f"{name:<16}{speeds[-1]:>10.1f}{per_forward:>7.2f}{ratio:>7.2f}x")
+    leading, identical = agreement([b.token_ids for _, b in rows], [a.token_ids for a, _ in rows])
+    lines.append(
+        f"text: {identical:.0%} of the answers are the same, {leading:.0%} of the tokens come "
+        "before the first difference. Threshold mode trades text for speed; a higher threshold "
+        "changes less."
+    )
+    return "\n".join(lines)
+
+
+def check_plain_loading(folder: Path, prompt: str) -> str:
+    """Load the checkpoint as `transformers` does, without this package, and compare the AR text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    theirs = output[0, inputs["input_ids"].shape[1] :].tolist()
+    ours = generate(load(folder, dtype="float32"), prompt, mode="ar", max_new_tokens=32).token_ids
+    verdict = "the same tokens as" if ours == theirs else "OTHER TOKENS THAN"
+    return (
+        f"The checkpoint loads as the plain AR model it was: AutoModelForCausalLM.generate says "
+        f"{verdict} our ar mode (float32, {len(ours)} tokens)."
+    )
