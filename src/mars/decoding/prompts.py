@@ -53,7 +53,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, raw: bool = Fa
         if not prompt:
             raise UserError("The prompt is empty. Give some text.")
         if raw:
-            return list(tokenizer(prompt)["input_ids"])
+            return _tokenise(tokenizer, prompt)
         return _encode_messages(tokenizer, [{"role": "user", "content": prompt}])
     if not isinstance(prompt, Sequence) or not prompt:
         raise UserError(f"A prompt is text, chat messages or token ids, not empty; got {prompt!r}.")
@@ -78,4 +78,12 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]
         [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
     )
     # The template has already written the special tokens, the first one included.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _tokenise(tokenizer, str(text), add_special_tokens=False)
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **settings: Any) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The prompt is not valid Unicode: {error}. Check its encoding.") from error
+    return list(tokenizer(text, **settings)["input_ids"])

@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
+from mars.data.formats import parse_columns
 from mars.errors import UserError
 from mars.objective import Objective
+
+LEAST = {"block_size": 1, "max_length": 2, "probe_size": 0, "probe_steps": 1, "lora_rank": 1}
 
 
 @dataclass
@@ -30,7 +34,7 @@ class MarsArguments(TrainingArguments):
     )
     limit: int | None = field(default=None, metadata={"help": "Use only the first records."})
     max_length: int = field(default=1024, metadata={"help": "Longest example, in tokens."})
-    on_long: str = field(
+    on_long: Literal["drop", "truncate", "error"] = field(
         default="drop", metadata={"help": "Longer examples: drop, truncate or error."}
     )
     last_turn_only: bool = field(
@@ -39,15 +43,17 @@ class MarsArguments(TrainingArguments):
     packing: bool = field(
         default=False, metadata={"help": "Put several examples into one row of max_length."}
     )
-    method: str = field(default="full", metadata={"help": "full (all weights) or lora."})
+    method: Literal["full", "lora"] = field(
+        default="full", metadata={"help": "full (all weights) or lora."}
+    )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
-    lora_alpha: float = field(default=32.0, metadata={"help": "Scale of LoRA: alpha / rank."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of LoRA: alpha / rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before LoRA."})
     block_size: int = field(default=4, metadata={"help": "Masks per block (the paper's B)."})
     mask_token_id: int | None = field(
         default=None, metadata={"help": "Token used as [MASK]; an unused one is chosen."}
     )
-    masked_loss: str = field(
+    masked_loss: Literal["ce", "distill"] = field(
         default="ce", metadata={"help": "ce (data) or distill (the model's own clean stream)."}
     )
     masked_weight: float = field(default=1.0, metadata={"help": "Weight of the masked stream."})
@@ -63,7 +69,7 @@ class MarsArguments(TrainingArguments):
     probe_steps: int = field(
         default=50, metadata={"help": "Measure every so many steps, and at both ends."}
     )
-    save_dtype: str = field(
+    save_dtype: Literal["bfloat16", "float32"] = field(
         default="bfloat16", metadata={"help": "Precision of the final weights: or float32."}
     )
     # Defaults that differ from transformers: the paper's schedule (papers.md, 1.2), quiet output.
@@ -90,9 +96,15 @@ class MarsArguments(TrainingArguments):
                 raise UserError(
                     f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}."
                 )
-        for name, least in (("block_size", 1), ("max_length", 2), ("probe_size", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
+        if self.eval_strategy not in ("no", IntervalStrategy.NO):
+            raise UserError(
+                "eval_strategy is not supported: the probe (--probe_size, --probe_steps) measures "
+                "held-out examples."
+            )
         if self.remove_unused_columns:
             raise UserError("remove_unused_columns must stay False: MARS reads its own columns.")
         if self.label_smoothing_factor:
@@ -106,7 +118,7 @@ class MarsArguments(TrainingArguments):
     def objective(self) -> Objective:
         """The losses and their weights."""
         return Objective(
-            masked_loss=self.masked_loss,  # ty: checked by Objective
+            masked_loss=self.masked_loss,
             masked_weight=self.masked_weight,
             clean_weight=self.clean_weight,
             offset_decay=self.offset_decay,
@@ -117,12 +129,7 @@ class MarsArguments(TrainingArguments):
         """`columns` as a mapping from the standard name to the file's."""
         if self.columns is None:
             return None
-        pairs = [pair.split("=") for pair in self.columns.split(",")]
-        if any(len(pair) != 2 or not all(pair) for pair in pairs):
-            raise UserError(
-                f"columns must look like prompt=instruction,completion=output; got {self.columns!r}."
-            )
-        return {standard.strip(): name.strip() for standard, name in pairs}
+        return parse_columns(self.columns)
 
 
 def parse_arguments(arguments: list[str], **defaults: Any) -> MarsArguments:
@@ -131,14 +138,18 @@ def parse_arguments(arguments: list[str], **defaults: Any) -> MarsArguments:
     Raises:
         UserError: unreadable recipe, unknown key or flag, missing data or output_dir.
     """
-    parser = HfArgumentParser(MarsArguments, prog="mars train", allow_abbrev=False)
+    usage = "mars train [RECIPE.yaml] [--option value ...]"
+    parser = HfArgumentParser(MarsArguments, usage=usage, allow_abbrev=False)
     if arguments and not arguments[0].startswith("-"):
         defaults |= read_recipe(arguments[0])
         arguments = arguments[1:]
     parser.set_defaults(**defaults)
-    parsed, unknown = parser.parse_args_into_dataclasses(
-        args=arguments, look_for_args_file=False, return_remaining_strings=True
-    )
+    try:
+        parsed, unknown = parser.parse_args_into_dataclasses(
+            args=arguments, look_for_args_file=False, return_remaining_strings=True
+        )
+    except (ValueError, ImportError) as error:  # UserError is a ValueError: its text stays
+        raise UserError(str(error)) from error
     if unknown:
         raise UserError(f"Unknown option {unknown[0]!r}. `mars train --help` lists all options.")
     for name in ("data", "output_dir"):
@@ -153,7 +164,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise UserError(f"There is no recipe {path!r}. A recipe is a YAML file with options.")
     try:
         recipe = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise UserError(f"{path} must map option names to values.")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig, PreTrainedModel
 
+from mars.checkpoint import output_head
 from mars.errors import UserError
 from mars.masks import block_mask, dense_mask
 from mars.objective import LossSums, Objective, stream_loss
@@ -61,12 +62,11 @@ def run_streams(
     """Run both streams through the decoder in one forward and sum the losses."""
     hidden = model.get_decoder()(
         input_ids=streams.input_ids,
-        attention_mask=attention_mask(streams, model.config._attn_implementation),
+        attention_mask=attention_mask(streams, str(model.config._attn_implementation)),
         position_ids=streams.position_ids,
         use_cache=False,
     ).last_hidden_state
-    head = model.get_output_embeddings()
-    return stream_loss(hidden, streams, head, objective, block_size=block_size)
+    return stream_loss(hidden, streams, output_head(model), objective, block_size=block_size)
 
 
 def attention_mask(streams: Streams, implementation: str) -> Tensor | BlockMask:

@@ -142,7 +142,7 @@ def save(trainer: MarsTrainer, base: PreTrainedModel, args: MarsArguments) -> No
     """Write the final model in `save_dtype`, and the options next to it."""
     remove_stream_forward(base)
     if args.save_dtype == "bfloat16" and not trainer.is_fsdp_enabled:
-        base.to(torch.bfloat16)
+        torch.nn.Module.to(base, torch.bfloat16)
     trainer.save_model(str(args.output_dir))
     if trainer.is_world_process_zero():
         options = {k: v for k, v in args.to_dict().items() if v is not None}

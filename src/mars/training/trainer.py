@@ -51,8 +51,8 @@ class MarsTrainer(Trainer):
 
     def __init__(self, *, checkpoint: Checkpoint, args: MarsArguments, **kwargs: Any) -> None:
         super().__init__(args=args, processing_class=checkpoint.tokenizer, **kwargs)
-        self.objective = args.objective
-        self.block_size = args.block_size if self.objective.masked_weight > 0 else 0
+        self.stream_objective = args.objective
+        self.block_size = args.block_size if self.stream_objective.masked_weight > 0 else 0
         self.mask_token_id = checkpoint.mars.mask_token_id if checkpoint.mars else 0
         # The loss is divided by the supervised tokens of the whole (accumulated, distributed)
         # batch, so the Trainer must count them and must not divide again.
@@ -76,12 +76,12 @@ class MarsTrainer(Trainer):
             seed=self.args.seed,
             step=self.state.global_step,
         )
-        sums = model(streams=streams, objective=self.objective, block_size=self.block_size)
+        sums = model(streams=streams, objective=self.stream_objective, block_size=self.block_size)
         self._sums += torch.stack([sums.nll, sums.correct, sums.count]).detach()
         if num_items_in_batch is None:  # evaluation
             num_items_in_batch = (inputs["labels"] != -100).sum()
         loss = sums.loss / num_items_in_batch
-        if self.model.training and self.args.average_tokens_across_devices:
+        if model.training and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # DDP averages the gradients
         return (loss, sums) if return_outputs else loss
 
@@ -95,7 +95,7 @@ class MarsTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        inner = self.accelerator.unwrap_model(self.model)
+        inner: Any = self.accelerator.unwrap_model(self.model)
         if not isinstance(inner, PreTrainedModel):  # PEFT writes no config.json; decoding needs it
             inner.get_base_model().config.save_pretrained(output_dir or self.args.output_dir)
 
