@@ -1,9 +1,9 @@
 # `make demo` and `make test` do everything on a fresh machine: Python 3.11 or newer, git and make.
 #
 #   PYTHON=python3.12   another interpreter
-#   TORCH_INDEX=URL     take torch from another package index. On Linux the ordinary index has the
-#                       build for NVIDIA GPUs (several GB); without such a GPU use the small one:
-#                       make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   TORCH_INDEX=URL     take torch from another package index. On Linux the ordinary index may have
+#                       only the build for NVIDIA GPUs (several GB); without such a GPU, name the
+#                       index of the CPU build ("Get started" on pytorch.org gives its address)
 #   JOBS=2              processes of the test suite
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \

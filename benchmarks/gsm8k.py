@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from mars import generate, load
 from mars.checkpoint import Checkpoint
-from mars.cli.environment import describe_environment
 from mars.data import Collator, build_examples
+from mars.evaluation.environment import describe_environment
 from mars.training.probe import Probe
 
 

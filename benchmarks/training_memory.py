@@ -15,7 +15,7 @@ import torch
 
 from mars import load
 from mars.checkpoint import prepare_for_training
-from mars.cli.environment import describe_environment
+from mars.evaluation.environment import describe_environment
 from mars.masks import dense_mask
 from mars.objective import Objective
 from mars.streams import IGNORE, Streams

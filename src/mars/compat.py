@@ -6,17 +6,29 @@ function of its own for the time of one forward.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 # Since 5.24 models call it `cache` and warn about the older name.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+# One lock per model; the guard is for the dictionary, which is not safe by itself.
+_locks: WeakKeyDictionary[PreTrainedModel, threading.Lock] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
 
 
 class ExternalCache(Cache):
@@ -38,16 +50,33 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
+def takes_attention_functions(config: PretrainedConfig) -> bool:
+    """Say whether the causal language model of a config calls registered attention functions.
+
+    Some model classes (Bloom, MPT, Falcon) compute attention in their own way, with position
+    biases that a mask of ours would replace.
+    """
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    model_class = mapping.get(type(config), None)
+    return getattr(model_class, "_supports_attention_backend", False) is True
+
+
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Generator[None]:
-    """Run the model with another attention implementation inside the `with` block."""
+    """Run the model with another attention implementation inside the `with` block.
+
+    Threads that share a model take turns: the setting belongs to the model, not to a call.
+    """
     config: Any = model.config
-    previous = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = previous
+    with _locks_guard:
+        lock = _locks.setdefault(model, threading.Lock())
+    with lock:
+        previous = config._attn_implementation
+        config._attn_implementation = name
+        try:
+            yield
+        finally:
+            config._attn_implementation = previous
 
 
 def cached_forward(

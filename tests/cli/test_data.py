@@ -43,6 +43,7 @@ def test_long_records(mars, fails, questions, folder):
     [
         ("a.jsonl", "", "no records"),
         ("a.jsonl", '{"colour": "red"}\n', "colour"),
+        ("a.jsonl", '{"colour": "red"}\n', "--columns question=NAME"),
         ("a.jsonl", '{"question": "Why?"}\n', "answer"),
         ("a.jsonl", "{oops\n", "line 1"),
         ("a.docx", "x", "unknown kind of file"),

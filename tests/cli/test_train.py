@@ -116,3 +116,12 @@ def test_sft_trains_a_plain_model(mars, flags, tmp_path):
     outcome = mars("sft", *flags, "--output-dir", out)
     assert outcome.exit_code == 0, outcome.output
     assert load(out, device="cpu").mars is None
+
+
+@pytest.mark.parametrize("place", ["flag", "recipe"])
+def test_sft_refuses_a_masked_stream(fails, flags, tmp_path, place):
+    (tmp_path / "recipe.yaml").write_text("masked_weight: 1.0\n")
+    given = {"flag": [*flags, "--masked-weight", 1], "recipe": [tmp_path / "recipe.yaml", *flags]}
+    message = fails("sft", *given[place], "--output-dir", tmp_path / "out")
+    assert "masked_weight must be 0" in message
+    assert not (tmp_path / "out").exists()

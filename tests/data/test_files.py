@@ -16,6 +16,8 @@ def write_csv() -> str:
     return 'question,answer\nÉté?,"a, ""b""\nc"\n2,d\n'
 
 
+NESTED = b"[" * 100_000
+
 CONTENTS = {
     "data.jsonl": "\n".join(json.dumps(record) for record in RECORDS) + "\n\n",
     "data.json": json.dumps(RECORDS, indent=1),
@@ -66,6 +68,8 @@ def test_parquet(tmp_path):
         ("a.csv", b"question,answer\n", "no records"),
         ("a.csv", b"question\n1\n2,3\n", "a.csv, line 3: more values than columns"),
         ("a.csv", b'question\n"1', "a.csv, line 2: not valid CSV"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ' + NESTED, "a.jsonl, line 2: the JSON is nested too deeply"),
+        ("a.json", NESTED, "a.json: the JSON is nested too deeply"),
         ("a.txt", b"text", "unknown kind of file; accepted are .jsonl, .json, .csv, .parquet"),
         ("a.parquet.gz", b"text", "unknown kind of file"),
     ],
@@ -74,6 +78,11 @@ def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_file(tmp_path / name)
+
+
+def test_csv_with_a_long_field(tmp_path):
+    (tmp_path / "a.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    assert read_file(tmp_path / "a.csv") == [{"text": "x" * 200_000}]
 
 
 PROMPTS = (

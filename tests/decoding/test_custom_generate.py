@@ -8,6 +8,7 @@ from transformers.generation import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from mars.checkpoint import Checkpoint
@@ -109,6 +110,16 @@ def test_sampling_through_hooks_equals_sampling_by_options(model: PreTrainedMode
     assert torch.equal(run(model, **options), run(model, logits_processor=hooked, **options))
 
 
+@pytest.mark.parametrize("settings", [{}, {"no_repeat_ngram_size": 9}], ids=["options", "hooks"])
+def test_confidence_is_that_of_the_model_at_temperature_one(
+    model: PreTrainedModel, settings: dict[str, Any]
+) -> None:
+    """A tau that no draft of this model reaches: filters must not lift one over it."""
+    options = {"do_sample": True, "temperature": 0.01, "top_k": 1, "seed": 1, **settings}
+    expected = run(model, mode="ar", **options)
+    assert torch.equal(run(model, threshold=0.98, **options), expected)
+
+
 def test_sampling_repeats_with_the_global_seed(model: PreTrainedModel) -> None:
     torch.manual_seed(1)
     first, second = run(model, do_sample=True), run(model, do_sample=True)
@@ -147,6 +158,16 @@ def test_stopping_criteria_are_asked_after_every_token(model: PreTrainedModel) -
     assert cut == whole[: whole.index(stop) + 1]
     expected = run(model, custom_generate=None, suppress_tokens=[MASK], stopping_criteria=criteria)
     assert torch.equal(run(model, mode="ar", stopping_criteria=criteria), expected)
+
+
+def test_stop_strings_as_a_criterion(model: PreTrainedModel, llama: Checkpoint) -> None:
+    """`generate` drops the tokenizer that its own `stop_strings` would need."""
+    whole = run(model, [PROMPTS[0]], mode="ar")[0, 3:].tolist()
+    letter = next(t for t in whole[3:] if str(llama.tokenizer.decode(t)).isascii())
+    stop = str(llama.tokenizer.decode(letter))
+    criteria = StoppingCriteriaList([StopStringCriteria(llama.tokenizer, [stop])])
+    cut = run(model, [PROMPTS[0]], mode="ar", stopping_criteria=criteria)[0, 3:].tolist()
+    assert cut == whole[: whole.index(letter) + 1]
 
 
 @pytest.mark.parametrize(

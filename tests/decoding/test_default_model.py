@@ -12,7 +12,7 @@ from mars.decoding.options import DecodingOptions
 from tests.decoding.conftest import reference_result, without_times
 
 pytestmark = pytest.mark.slow
-NUM_PROMPTS, NUM_TOKENS = 20, 48
+NUM_PROMPTS, NUM_TOKENS = 20, 32
 
 
 def prompts() -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -178,6 +179,25 @@ def test_sampled_tokens_do_not_depend_on_the_mode_as_long_as_no_draft_is_committ
     assert actual.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("sampler", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"confidence": "probability", "threshold": 0.9},
+        {"confidence": "margin", "threshold": 0.9},
+        {"confidence": "entropy", "threshold": 0.1},
+    ],
+)
+@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 0.1}])
+def test_filters_and_temperature_do_not_make_a_draft_certain(
+    llama: Checkpoint, sampler: dict[str, Any], options: dict[str, Any], penalties: dict[str, Any]
+) -> None:
+    """All of them leave (almost) one token; the model itself is sure of no draft."""
+    common = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.001, **penalties}
+    result = generate(llama, PROMPTS[0], **common, **sampler, **options)
+    assert result.tokens_per_forward == 1
+
+
 def test_streamed_equals_generated(llama: Checkpoint) -> None:
     options = DecodingOptions(threshold=0.1, max_new_tokens=60, stop=("zz",), ignore_eos=True)
     pieces = stream(llama, PROMPTS[2], options)
@@ -259,6 +279,17 @@ def test_the_model_is_left_as_it_was(llama: Checkpoint) -> None:
         assert llama.model.config._attn_implementation == before[1]
         assert torch.is_grad_enabled()
     assert (llama.model.config.to_dict(), llama.model.config._attn_implementation) == before
+
+
+def test_threads_share_a_model(llama: Checkpoint) -> None:
+    before = llama.model.config._attn_implementation
+    options = DecodingOptions(threshold=0.15, max_new_tokens=12, ignore_eos=True)
+    expected = [generate(llama, prompt, options).token_ids for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for _ in range(3):
+            results = pool.map(lambda prompt: generate(llama, prompt, options).token_ids, PROMPTS)
+            assert list(results) == expected
+    assert llama.model.config._attn_implementation == before
 
 
 def test_a_plain_ar_model_decodes_in_ar_mode_only(llama: Checkpoint) -> None:

@@ -15,7 +15,7 @@ from transformers.generation import (
 )
 
 from mars.decoding.options import DecodingOptions
-from mars.decoding.sampling import History, SamplingParams, choose, process
+from mars.decoding.sampling import History, SamplingParams, choose, filter_logits, penalise
 
 V = 50
 
@@ -42,6 +42,13 @@ any_options = st.one_of(
 
 def random_logits(seed: int, rows: int = 1, columns: int = 1) -> torch.Tensor:
     return torch.randn(rows, columns, V, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def process(
+    logits: torch.Tensor, params: SamplingParams, history: History | None = None
+) -> torch.Tensor:
+    """What a token is drawn from."""
+    return filter_logits(penalise(logits, params, history), params)
 
 
 def history_of(prompt: list[int], answer: list[int]) -> History:
@@ -96,18 +103,19 @@ def test_a_row_does_not_see_the_others(
     ]
     params = SamplingParams.of(options, V)
     together = process(logits, params, History.stack(histories))
-    chosen = choose(together, params, position)
+    chosen = choose(penalise(logits, params, History.stack(histories)), params, position)
     for row, option in enumerate(options):
         alone_params = SamplingParams.of([option], V)
-        alone = process(logits[row : row + 1], alone_params, histories[row])
-        torch.testing.assert_close(alone[0], together[row])
+        alone = penalise(logits[row : row + 1], alone_params, histories[row])
+        filtered = process(logits[row : row + 1], alone_params, histories[row])
+        torch.testing.assert_close(filtered[0], together[row])
         assert choose(alone, alone_params, position[:1])[0].tolist() == chosen[row].tolist()
 
 
 def test_greedy_takes_no_filter_and_copies_nothing() -> None:
     params = SamplingParams.of([DecodingOptions(top_k=2, top_p=0.1, min_p=0.9)], V)
     logits = random_logits(0)
-    assert process(logits, params) is logits
+    assert penalise(logits, params) is logits
     assert choose(logits, params, torch.tensor([[9]])).item() == logits.argmax()
 
 
@@ -133,7 +141,7 @@ def test_samples_follow_the_distribution() -> None:
     params = SamplingParams.of([options], V)
     logits = random_logits(1).expand(1, 20_000, V)
     processed = process(logits, params)
-    chosen = choose(processed, params, torch.arange(20_000)[None])
+    chosen = choose(logits, params, torch.arange(20_000)[None])
     share = chosen[0].bincount(minlength=V) / 20_000
     assert torch.allclose(share, processed[0, 0].softmax(-1), atol=0.012)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mars.cli.environment import describe_environment
 from mars.cli.generate import in_order, prepare_all, run_all
 from mars.cli.options import (
     DEFAULTS,
@@ -24,6 +23,8 @@ from mars.cli.options import (
 )
 from mars.decoding.options import DecodingOptions
 from mars.errors import UserError
+from mars.evaluation.agreement import agreement
+from mars.evaluation.environment import describe_environment
 
 if TYPE_CHECKING:
     from mars.checkpoint import Checkpoint
@@ -110,7 +111,8 @@ def bench(
     base = DecodingOptions(mode="ar", window=window, max_new_tokens=max_new_tokens)
     modes = {"ar": base}
     for tau in threshold or [DEFAULTS.threshold]:
-        modes[f"threshold {tau}"] = replace(base, mode="threshold", threshold=tau)
+        options = replace(base, mode="threshold", threshold=tau)
+        modes[label(options)] = options
     checkpoint = load_checkpoint(model, dtype)
     _ = checkpoint.mask_token_id  # a plain AR model has nothing to compare
     requests = {
@@ -132,6 +134,14 @@ def bench(
     if json_file is not None:
         record = {"environment": environment, "settings": settings, "rows": [*map(asdict, rows)]}
         json_file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def label(options: DecodingOptions) -> str:
+    """Name a row after its threshold; say so if that, or the window, makes it the AR mode."""
+    name = f"threshold {options.threshold}"
+    if options.window == 0:
+        name += ", window 0"
+    return f"ar ({name})" if options.is_ar else name
 
 
 def check_writable(file: Path) -> None:
@@ -194,26 +204,15 @@ def _row(mode: str, repeats: Sequence[Run], baseline: Sequence[Run]) -> Row:
     )
 
 
-def agreement(answers: Sequence[list[int]], references: Sequence[list[int]]) -> tuple[float, float]:
-    """Return (share of tokens before the first difference, share of equal answers)."""
-    leading = total = 0
-    for answer, reference in zip(answers, references, strict=True):
-        pairs = zip(answer, reference, strict=False)
-        differs = (i for i, (a, r) in enumerate(pairs) if a != r)
-        leading += next(differs, min(len(answer), len(reference)))
-        total += max(len(answer), len(reference))
-    equal = sum(a == r for a, r in zip(answers, references, strict=True))
-    return leading / total, equal / len(references)
-
-
 def table(rows: Sequence[Row]) -> str:
     """Format the rows for people."""
+    width = max(len(row.mode) for row in rows) + 2
     lines = [
-        f"\n{'mode':<16}{'tokens/s':>10}{'TPF':>7}{'ratio':>8}{'leading':>10}{'identical':>11}"
+        f"\n{'mode':<{width}}{'tokens/s':>10}{'TPF':>7}{'ratio':>8}{'leading':>10}{'identical':>11}"
     ]
     for row in rows:
         lines.append(
-            f"{row.mode:<16}{row.tokens_per_second:>10.1f}{row.tokens_per_forward:>7.2f}"
+            f"{row.mode:<{width}}{row.tokens_per_second:>10.1f}{row.tokens_per_forward:>7.2f}"
             f"{row.ratio:>7.2f}x{row.leading_agreement:>10.1%}{row.identical_outputs:>11.1%}"
         )
     return "\n".join(

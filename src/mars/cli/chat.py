@@ -48,6 +48,8 @@ def chat(
 
     After each answer see tokens per forward (TPF) and tokens per second.
     """
+    from mars.decoding.limits import resolve_window
+
     checkpoint = load_checkpoint(model, dtype)
     options = decoding_options(
         checkpoint,
@@ -61,6 +63,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    resolve_window(options, checkpoint.mars)  # refuse now, not after the first question
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP)

@@ -28,7 +28,8 @@ def merge(
     adapter: Annotated[Path, typer.Argument(help="Folder that `mars train --method lora` wrote.")],
     out: Annotated[Path, typer.Argument(help="New folder for the plain checkpoint.")],
     dtype: Annotated[
-        str, typer.Option(metavar="float32|bfloat16", help="Precision of the saved weights.")
+        str,
+        typer.Option(metavar="float32|bfloat16|float16", help="Precision of the saved weights."),
     ] = "bfloat16",
 ) -> None:
     """Merge a LoRA adapter into its base model.

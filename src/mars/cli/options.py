@@ -17,7 +17,7 @@ Model = Annotated[
     str | None, typer.Option(help="Hub id or local folder; the default model if left out.")
 ]
 Dtype = Annotated[
-    str, typer.Option(metavar="float32|bfloat16", help="Precision the model runs in.")
+    str, typer.Option(metavar="float32|bfloat16|float16", help="Precision the model runs in.")
 ]
 Mode = Annotated[
     str | None,
@@ -51,7 +51,7 @@ PromptsFile = Annotated[
         help='One prompt a line: plain text, or an object with "prompt" or "messages".',
     ),
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy; else at least 0.001.")]
 TopP = Annotated[float, typer.Option(help="Sample from this share of the probability.")]
 TopK = Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this times the top one.")]

@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+from mars.errors import UserError
+
 USAGE = """usage: mars {command} [RECIPE.yaml] [--option value ...]
 
 A recipe is a YAML file that maps options to values; flags win over it. Flags may be written with
@@ -30,6 +32,11 @@ def _train(command: str, arguments: list[str], **defaults: Any) -> None:
         typer.echo(describe_options(command, defaults))
         return
     args = parse_arguments(arguments, **defaults)
+    if command == "sft" and args.masked_weight != 0:
+        raise UserError(
+            f"`mars sft` trains the clean stream alone: masked_weight must be 0, got "
+            f"{args.masked_weight}. Use `mars train` for both streams."
+        )
 
     from mars.training.run import train as run_training
 

@@ -15,6 +15,7 @@ from mars.errors import UserError
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+_LONGEST_FIELD = (1 << 31) - 1  # what fits everywhere
 # The last two: a cut and a damaged .gz file.
 UNREADABLE = (OSError, UnicodeDecodeError, EOFError, zlib.error)
 
@@ -107,7 +108,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
     if not content.strip():
         return
     try:
-        value = json.loads(content)
+        value = _loads(content, str(path))
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno}"
         raise UserError(f"{where}: not valid JSON: {error.msg} (lines of JSON: .jsonl)") from error
@@ -121,6 +122,7 @@ def _json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(_LONGEST_FIELD)  # the default, 131,072 characters, cuts off long texts
     with _open_text(path, newline="") as stream:
         reader = csv.DictReader(stream, strict=True)
         try:
@@ -159,9 +161,16 @@ def _lines(stream: IO[str], name: str) -> Iterator[tuple[str, str]]:
             yield f"{name}, line {number}", line.rstrip("\n")
 
 
+def _loads(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise UserError(f"{where}: the JSON is nested too deeply") from error
+
+
 def _parse_object(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = _loads(line, where)
     except json.JSONDecodeError as error:
         message = f"{where}: not valid JSON: {error.msg} at column {error.colno}"
         raise UserError(message) from error

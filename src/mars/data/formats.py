@@ -15,6 +15,10 @@ Message = dict[str, str]
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+COLUMNS_ADVICE = (
+    "--columns question=NAME,answer=NAME (in Python columns={'question': 'NAME', ...}), with the "
+    "names of your file"
+)
 # These change what a model is given or what it should answer, so they cannot be ignored.
 UNSUPPORTED_COLUMNS = ("tools", "functions", "images", "videos", "audios")
 UNSUPPORTED_MESSAGE_KEYS = (
@@ -78,7 +82,7 @@ def detect_format(columns: Collection[str]) -> Format:
     raise UserError(
         f"the dataset format was not recognised. Columns found: {', '.join(columns) or 'none'}.\n"
         f"Formats accepted, with the columns each needs:\n{accepted}\n"
-        "Rename the columns, or map them: columns={'question': 'your column', ...}."
+        f"Rename the columns, or map them: {COLUMNS_ADVICE}."
     )
 
 
@@ -93,7 +97,7 @@ def convert(record: Record, dataset_format: Format) -> Chat | Text:
         if record.get(name) and name not in dataset_format.optional:
             raise UserError(
                 f"column '{name}' is not supported in the {dataset_format.name} format: remove it, "
-                "or name the columns to read (columns={...})"
+                f"or name the columns to read: {COLUMNS_ADVICE}"
             )
     for name in dataset_format.required:
         if record.get(name) is None:

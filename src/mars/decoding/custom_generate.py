@@ -55,6 +55,13 @@ def custom_generate(
 
     Stopping criteria are asked, and logits processors applied, one row and one position at a
     time; they must be functions of (input_ids, scores) without memory. Criteria get no scores.
+    A processor's effect counts in the confidence of drafts, except that of temperature, top-k,
+    top-p and min-p where `generate` puts them: last.
+
+    Limits: `generate` keeps some of its arguments from a custom function, which can then neither
+    honour nor refuse them. `assistant_model` and `assistant_tokenizer` have no effect; a `streamer`
+    gets the prompt, then nothing (use `mars.stream`); `tokenizer` is dropped, so `stop_strings`
+    fails for lack of one: pass `StopStringCriteria(tokenizer, [...])` in `stopping_criteria`.
 
     Args:
         model: a stock model whose config has a `mars` block (any model for `mode="ar"`).
@@ -80,9 +87,8 @@ def custom_generate(
     _refuse_kwargs(model_kwargs)
     hf_adapters.refuse_whole_batch([*logits_processor, *stopping_criteria])
     does_sample = bool(generation_config.do_sample)
-    settings: dict[str, Any] = {"temperature": float(does_sample)}
-    native_settings = hf_adapters.sampler_settings(logits_processor)
-    settings.update(native_settings or {})
+    hooked, native = hf_adapters.split_off_sampler(logits_processor)
+    sampler: dict[str, Any] = {"temperature": float(does_sample)} | native
     options = DecodingOptions(
         mode=mode,
         threshold=threshold,
@@ -90,19 +96,16 @@ def custom_generate(
         window=window,
         max_new_tokens=hf_adapters.max_length(stopping_criteria) - input_ids.shape[1],
         seed=_draw_seed() if does_sample and seed is None else seed or 0,
-        **settings,
+        **sampler,
     )
     mars = MarsConfig.from_config(model.config)
     requests = []
     for row, (padding_ids, prompt_ids) in enumerate(_split_padding(input_ids, model_kwargs)):
         request = _request(model, prompt_ids, replace(options, seed=options.seed + row), mars)
-        hook = None
-        if native_settings is None:
-            hook = hf_adapters.logits_hook(logits_processor, padding_ids, row)
         request = replace(
             request,
             end_ids=hf_adapters.end_ids(stopping_criteria),
-            logits_hook=hook,
+            logits_hook=hf_adapters.logits_hook(hooked, padding_ids, row),
             stop_hook=hf_adapters.stop_hook(stopping_criteria, padding_ids),
         )
         requests.append(request)

@@ -2,6 +2,9 @@
 
 Those that our sampler and stop rules know become options; the others become hooks that see one
 row and one position at a time. What needs the whole batch is refused.
+
+`generate` puts temperature and filters last, where our sampler applies them itself. That matters:
+they have no part in the confidence of a draft, which hooks have.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,27 +56,26 @@ def refuse_whole_batch(functions: Sequence[object]) -> None:
             )
 
 
-def sampler_settings(processors: LogitsProcessorList) -> dict[str, Any] | None:
-    """Translate processors into fields of `DecodingOptions`.
+def split_off_sampler(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Split off the processors, at the end of the list, that our sampler applies in that order.
 
     Returns:
-        None if the list holds anything else, or another order, than our sampler applies.
+        The others, and what was split off as fields of `DecodingOptions`.
     """
-    known = list(_SAMPLER)
-    types = [type(processor) for processor in processors]
-    if any(kind not in _SAMPLER for kind in types):
-        return None
-    ranks = [known.index(kind) for kind in types]
-    if ranks != sorted(set(ranks)) or any(_counts_part_of_prompt(p) for p in processors):
-        return None
+    others = list(processors)
     settings: dict[str, Any] = {}
-    for processor in processors:
+    known = list(_SAMPLER)
+    while others and type(others[-1]) in known and not _counts_part_of_prompt(others[-1]):
+        processor = others.pop()
         settings |= _SAMPLER[type(processor)](processor)
-    return settings
+        known = known[: known.index(type(processor))]  # only these may stand before it
+    return others, settings
 
 
-def logits_hook(processors: LogitsProcessorList, padding_ids: list[int], row: int) -> LogitsHook:
-    """Apply the processors to one row, whose ids they see with its left padding."""
+def logits_hook(processors: Sequence[Any], padding_ids: list[int], row: int) -> LogitsHook | None:
+    """Apply the processors to one row, whose ids they see with its left padding; None for none."""
+    if not processors:
+        return None
     of_row = LogitsProcessorList(_for_row(processor, row) for processor in processors)
 
     def hook(tokens: list[int], logits_V: torch.Tensor) -> torch.Tensor:

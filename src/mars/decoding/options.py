@@ -10,6 +10,7 @@ from mars.errors import UserError
 Mode = Literal["ar", "threshold"]
 Confidence = Literal["probability", "entropy", "margin"]
 
+MIN_TEMPERATURE = 1e-3
 _INT64 = 1 << 63
 
 
@@ -26,7 +27,10 @@ class DecodingOptions:
     threshold: float | None = 0.9
     """tau. None is the AR mode; so is a probability or a margin of 1 or more."""
     confidence: Confidence = "probability"
-    """What tau is compared with: top-1 probability (>=), entropy in nats (<=), p1 - p2 (>=)."""
+    """What tau is compared with: top-1 probability (>=), entropy in nats (<=), p1 - p2 (>=).
+
+    Of the model's distribution after bias and penalties, before temperature and filters: tau means
+    the same for greedy and sampled text."""
     window: int | None = None
     """Masks per forward (W); None takes the checkpoint's block size."""
     max_new_tokens: int = 256
@@ -38,7 +42,8 @@ class DecodingOptions:
     ignore_eos: bool = False
     """Generate past end-of-sequence tokens."""
     temperature: float = 0.0
-    """0 is greedy: the filters below (top_k, top_p, min_p) then do nothing."""
+    """0 is greedy: the filters below (top_k, top_p, min_p) then do nothing. Otherwise at least
+    0.001: smaller ones mean greedy as well, but would divide logits out of the float32 range."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -67,7 +72,8 @@ class DecodingOptions:
             _check_int("window", self.window, low=0)
         _check_int("max_new_tokens", self.max_new_tokens, low=1)
         _check_stops(self.stop, self.stop_token_ids)
-        _check_float("temperature", self.temperature, low=0.0)
+        if self.temperature != 0 or isinstance(self.temperature, bool):
+            _check_float("temperature (if not 0)", self.temperature, low=MIN_TEMPERATURE)
         _check_int("top_k", self.top_k, low=0)
         _check_float("top_p", self.top_p, low=0.0, high=1.0, low_allowed=False)
         _check_float("min_p", self.min_p, low=0.0, high=1.0)

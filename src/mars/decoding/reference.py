@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from mars.decoding.accept import is_confident
 from mars.decoding.request import Progress, Request, Result
-from mars.decoding.sampling import MINUS_INFINITY, History, SamplingParams, choose, process
+from mars.decoding.sampling import MINUS_INFINITY, History, SamplingParams, choose, penalise
 
 
 @torch.no_grad()
@@ -30,16 +30,16 @@ def reference(
         committed: list[int] = []
         for logits_V in logits_TV[len(prefix) - 1 :]:
             sequence = prefix + committed
-            processed = _process(logits_V, sequence, request)
-            if committed and not _is_confident(processed, request):
+            penalised = _penalise(logits_V, sequence, request)
+            if committed and not _is_confident(penalised, request):
                 break
-            committed.append(_choose(processed, len(sequence), request))
+            committed.append(_choose(penalised, len(sequence), request))
         # 3. Stop rules cut what lies behind the end of the text.
         progress.commit(committed)
     return progress.result(0.0, 0.0)
 
 
-def _process(logits_V: torch.Tensor, sequence: list[int], request: Request) -> torch.Tensor:
+def _penalise(logits_V: torch.Tensor, sequence: list[int], request: Request) -> torch.Tensor:
     if request.logits_hook is not None:
         logits_V = request.logits_hook(sequence, logits_V)
     vocabulary = logits_V.shape[-1]
@@ -47,14 +47,14 @@ def _process(logits_V: torch.Tensor, sequence: list[int], request: Request) -> t
     history = History.of(request.prompt_ids, vocabulary, "cpu")
     for token in sequence[len(request.prompt_ids) :]:
         history.add(torch.tensor([[token]]))
-    return process(logits_V[None, None], params, history)
+    return penalise(logits_V[None, None], params, history)
 
 
-def _choose(processed: torch.Tensor, position: int, request: Request) -> int:
-    params = SamplingParams.of([request.options], processed.shape[-1])
-    return int(choose(processed, params, torch.tensor([[position]])))
+def _choose(penalised: torch.Tensor, position: int, request: Request) -> int:
+    params = SamplingParams.of([request.options], penalised.shape[-1])
+    return int(choose(penalised, params, torch.tensor([[position]])))
 
 
-def _is_confident(processed: torch.Tensor, request: Request) -> bool:
+def _is_confident(penalised: torch.Tensor, request: Request) -> bool:
     threshold = torch.tensor(request.options.threshold)
-    return bool(is_confident(processed, threshold, request.options.confidence))
+    return bool(is_confident(penalised, threshold, request.options.confidence))

@@ -1,8 +1,10 @@
 """From logits to tokens: penalties, temperature, filters, and the choice itself.
 
 Pure tensor functions, in the order and with the semantics of `transformers`: bias, repetition
-penalty, presence and frequency penalty, temperature, top-k, top-p, min-p. The token at position
-t is argmax(processed logits + Gumbel noise of (seed, t)), which is a sample of their softmax.
+penalty, presence and frequency penalty (`penalise`), temperature, top-k, top-p, min-p (`choose`).
+The token at position t is argmax(filtered logits + Gumbel noise of (seed, t)), which is a sample
+of their softmax. Confidence is measured between the two: temperature and filters, which can make
+any distribution look certain, have no part in it.
 
 Shapes: B rows, C columns (positions of one step), V vocabulary. A setting that no row uses is
 None, and its work is not done.
@@ -48,7 +50,7 @@ class SamplingParams:
             return torch.tensor(values, device=device)[:, None, None]
 
         def filters(name: str, neutral: float) -> torch.Tensor | None:
-            # Greedy rows take no filter: it could only change their confidence.
+            # Greedy rows take no filter: the most likely token always stays.
             return column((neutral if o.is_greedy else getattr(o, name) for o in options), neutral)
 
         sampled = [row for row, o in enumerate(options) if not o.is_greedy]
@@ -95,10 +97,10 @@ class History:
         self.count_BV.scatter_add_(1, tokens_BC, torch.ones_like(tokens_BC, dtype=torch.float32))
 
 
-def process(
+def penalise(
     logits_BCV: torch.Tensor, params: SamplingParams, history: History | None = None
 ) -> torch.Tensor:
-    """Return the logits whose softmax is the distribution to choose from (excluded: -inf).
+    """Apply bias and penalties: the softmax of the result is the model's distribution (T = 1).
 
     `history`, needed for penalties only, holds the tokens before every one of the C columns:
     where penalties depend on earlier columns, call this with one column at a time.
@@ -107,10 +109,13 @@ def process(
     if params.bias is not None:
         logits = logits.float() + params.bias
     if history is not None:
-        logits = _penalise(logits.float(), params, history)
-    if params.sampled_rows is None:
-        return logits
-    logits = logits.float()
+        logits = _apply_penalties(logits.float(), params, history)
+    return logits
+
+
+def filter_logits(logits_BCV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Apply temperature and filters, for rows that sample; tokens filtered out are -inf."""
+    logits = logits_BCV.float()
     if params.temperature is not None:
         logits = logits / params.temperature
     if params.top_k is not None:
@@ -123,12 +128,12 @@ def process(
 
 
 def choose(
-    processed_BCV: torch.Tensor, params: SamplingParams, position_BC: torch.Tensor
+    logits_BCV: torch.Tensor, params: SamplingParams, position_BC: torch.Tensor
 ) -> torch.Tensor:
     """Choose a token for every column.
 
     Args:
-        processed_BCV: result of `process`.
+        logits_BCV: result of `penalise`.
         params: settings of the rows.
         position_BC: int64, position of the token in its sequence, prompt included: the noise's
             coordinate, so that a token does not depend on the step that chose it.
@@ -136,13 +141,13 @@ def choose(
     Returns:
         int64 (B, C).
     """
-    choice_BC = processed_BCV.argmax(-1)
+    choice_BC = logits_BCV.argmax(-1)
     rows = params.sampled_rows
     if rows is not None:
         assert params.seed is not None
-        ids_V = torch.arange(processed_BCV.shape[-1], device=processed_BCV.device)
+        ids_V = torch.arange(logits_BCV.shape[-1], device=logits_BCV.device)
         noise = gumbel(params.seed[rows], position_BC[rows, :, None], ids_V)
-        choice_BC[rows] = noise.add_(processed_BCV[rows]).argmax(-1)
+        choice_BC[rows] = noise.add_(filter_logits(logits_BCV, params)[rows]).argmax(-1)
     return choice_BC
 
 
@@ -158,7 +163,9 @@ def _bias(
     return bias.to(device)
 
 
-def _penalise(logits: torch.Tensor, params: SamplingParams, history: History) -> torch.Tensor:
+def _apply_penalties(
+    logits: torch.Tensor, params: SamplingParams, history: History
+) -> torch.Tensor:
     count = history.count_BV[:, None]
     if params.repetition_penalty is not None:
         penalty = params.repetition_penalty

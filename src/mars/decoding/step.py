@@ -11,7 +11,7 @@ import torch
 from mars.decoding.accept import is_confident, leading_run
 from mars.decoding.options import Confidence
 from mars.decoding.request import Progress, Request
-from mars.decoding.sampling import MINUS_INFINITY, History, SamplingParams, choose, process
+from mars.decoding.sampling import MINUS_INFINITY, History, SamplingParams, choose, penalise
 
 
 @dataclass(slots=True)
@@ -71,9 +71,9 @@ def decide(
     if params.one_by_one:
         choice_BC, confident_BD = _one_by_one(logits_BCV, position_BC, rows, params, histories)
     else:
-        processed_BCV = process(logits_BCV, params.sampling)
-        choice_BC = choose(processed_BCV, params.sampling, position_BC)
-        confident_BD = _confident(processed_BCV[:, 1:], params)
+        logits_BCV = penalise(logits_BCV, params.sampling)
+        choice_BC = choose(logits_BCV, params.sampling, position_BC)
+        confident_BD = _confident(logits_BCV[:, 1:], params)
     limit_B = torch.tensor([row.max_drafts for row in rows], device=device)
     committed_B = 1 + leading_run(confident_BD, limit_B)
     plan = torch.cat([committed_B[:, None], choice_BC], dim=1).tolist()
@@ -94,12 +94,12 @@ def _one_by_one(
     for column in range(logits_BCV.shape[1]):
         here = slice(column, column + 1)
         logits_B1V = _apply_hooks(logits_BCV[:, here], rows, choice_BC[:, :column])
-        processed_B1V = process(logits_B1V, params.sampling, history)
-        choice_BC[:, here] = choose(processed_B1V, params.sampling, position_BC[:, here])
+        logits_B1V = penalise(logits_B1V, params.sampling, history)
+        choice_BC[:, here] = choose(logits_B1V, params.sampling, position_BC[:, here])
         if history is not None:
             history.add(choice_BC[:, here])
         if column:
-            confident.append(_confident(processed_B1V, params))
+            confident.append(_confident(logits_B1V, params))
     return choice_BC, torch.cat([*confident, choice_BC.new_empty(len(rows), 0).bool()], dim=1)
 
 
@@ -117,7 +117,11 @@ def _apply_hooks(
 
 
 def _confident(drafts_BDV: torch.Tensor, params: StepParams) -> torch.Tensor:
-    """Compare every draft's distribution with its row's threshold; AR rows are never confident."""
+    """Compare every draft's distribution with its row's threshold; AR rows are never confident.
+
+    The distribution is that of `penalise`: tau means the same at every temperature and with
+    every filter. (`top_k=1` would otherwise make every draft certain.)
+    """
     rows, num_drafts = drafts_BDV.shape[:2]
     confident_BD = torch.zeros(rows, num_drafts, dtype=torch.bool, device=drafts_BDV.device)
     for metric, index in params.rows_of_metric.items() if num_drafts else ():

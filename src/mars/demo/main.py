@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from mars.checkpoint import Checkpoint, load, prepare_for_training
-from mars.cli.bench import agreement
-from mars.cli.environment import describe_environment
 from mars.data import Collator
 from mars.decoding.generate import generate
 from mars.decoding.options import DecodingOptions
 from mars.decoding.request import Result
 from mars.default_model import cache_folder
 from mars.errors import UserError
+from mars.evaluation.agreement import agreement
+from mars.evaluation.environment import describe_environment
 from mars.training.arguments import MarsArguments, parse_arguments
 from mars.training.forward import run_streams
 from mars.training.run import load_examples, train, training_rows
@@ -31,6 +31,8 @@ from mars.training.trainer import training_streams
 
 MOST_STEPS = 150
 FEWEST_STEPS = 10
+PROBES_IN_STEPS = 10  # what the measurements before and after cost, in training steps
+BATCH_ROWS = 4
 MAX_NEW_TOKENS = 128
 COLUMN = 56
 
@@ -53,10 +55,11 @@ def demo(
     options = DecodingOptions(threshold=threshold, max_new_tokens=MAX_NEW_TOKENS)
     folder = _output_folder(output)
     print("MARS demo.", *(f"{k}: {v}" for k, v in describe_environment().items()), sep="  ")
-    args = plan_training(model, folder, train_minutes)
-    minutes = train_minutes
+    args, seconds = plan_training(model, folder, train_minutes)
     print(
-        f"\n1. Training: {args.max_steps} steps, about {minutes:.0f} minutes or less.\n", flush=True
+        f"\n1. Training: {args.max_steps} steps of {BATCH_ROWS} rows, about "
+        f"{seconds / 60:.1f} minutes.\n",
+        flush=True,
     )
     train(args)
     checkpoint = load(folder, dtype="bfloat16" if args.bf16 else "float32")
@@ -83,43 +86,48 @@ def _prompts() -> list[str]:
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def plan_training(model: str | None, folder: Path, minutes: float) -> MarsArguments:
-    """Choose precision and number of steps such that training fits into `minutes`."""
+def plan_training(model: str | None, folder: Path, minutes: float) -> tuple[MarsArguments, float]:
+    """Choose precision and number of steps such that training fits into `minutes`.
 
-    def arguments(steps: int, is_bfloat16: bool) -> MarsArguments:
-        return parse_arguments(
-            [],
-            model=model,
-            data=str(files("mars.demo").joinpath("train.jsonl")),
-            output_dir=str(folder),
-            max_steps=steps,
-            bf16=is_bfloat16,
-            max_length=512,
-            packing=True,
-            per_device_train_batch_size=4,
-            masked_loss="distill",
-            learning_rate=2e-4,
-            warmup_steps=0.05,
-            probe_size=16,
-            probe_steps=MOST_STEPS,
-            save_strategy="no",
-            logging_steps=5,
-        )
-
-    seconds = {flag: seconds_per_step(arguments(1, flag)) for flag in (True, False)}
-    is_bfloat16 = seconds[True] <= seconds[False]
-    steps = int(60 * minutes / seconds[is_bfloat16])
-    return arguments(min(MOST_STEPS, max(FEWEST_STEPS, steps)), is_bfloat16)
+    Returns:
+        The arguments, and the seconds training is expected to take (measurements included).
+    """
+    options = {
+        "model": model,
+        "data": str(files("mars.demo").joinpath("train.jsonl")),
+        "output_dir": str(folder),
+        "max_length": 512,
+        "packing": True,
+        "per_device_train_batch_size": BATCH_ROWS,
+        "masked_loss": "distill",
+        "learning_rate": 2e-4,
+        "warmup_steps": 0.05,
+        "probe_size": 16,
+        "probe_steps": 2 * MOST_STEPS,  # so: at the start and at the end
+        "save_strategy": "no",
+        "logging_steps": 5,
+    }
+    timed = {
+        is_bfloat16: seconds_per_step(parse_arguments([], bf16=is_bfloat16, **options))
+        for is_bfloat16 in (True, False)
+    }
+    is_bfloat16 = timed[True] <= timed[False]
+    step = timed[is_bfloat16]
+    steps = int(60 * minutes / step) - PROBES_IN_STEPS
+    steps = min(MOST_STEPS, max(FEWEST_STEPS, steps))
+    args = parse_arguments([], bf16=is_bfloat16, max_steps=steps, **options)
+    return args, step * (steps + PROBES_IN_STEPS)
 
 
 def seconds_per_step(args: MarsArguments) -> float:
     """Time the forward and backward of one typical batch, after a warm-up."""
     checkpoint = load(args.model, dtype="float32")
     prepare_for_training(checkpoint, block_size=args.block_size, adapter="full")
+    model, device = checkpoint.model, checkpoint.model.device
     rows = training_rows(load_examples(args, checkpoint)[0], args)
-    batch = Collator(pad_token_id=0)(rows[: args.per_device_train_batch_size])
+    batch = Collator(pad_token_id=0)(rows[:BATCH_ROWS])
     streams = training_streams(
-        batch,
+        {name: tensor.to(device) for name, tensor in batch.items()},
         block_size=args.block_size,
         mask_token_id=checkpoint.mask_token_id,
         seed=0,
@@ -128,11 +136,11 @@ def seconds_per_step(args: MarsArguments) -> float:
     elapsed = 0.0
     for _ in range(2):
         started = time.perf_counter()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
-            sums = run_streams(
-                checkpoint.model, streams, args.objective, block_size=args.block_size
-            )
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
+            sums = run_streams(model, streams, args.objective, block_size=args.block_size)
         sums.loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         elapsed = time.perf_counter() - started
     return elapsed
 
@@ -194,6 +202,9 @@ def check_plain_loading(folder: Path, prompt: str) -> str:
     """Load the checkpoint as `transformers` does, without this package, and compare the AR text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    ours = generate(
+        load(folder, dtype="float32", device="cpu"), prompt, mode="ar", max_new_tokens=32
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": prompt}]
@@ -202,9 +213,8 @@ def check_plain_loading(folder: Path, prompt: str) -> str:
     )
     output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
     theirs = output[0, inputs["input_ids"].shape[1] :].tolist()
-    ours = generate(load(folder, dtype="float32"), prompt, mode="ar", max_new_tokens=32).token_ids
-    verdict = "the same tokens as" if ours == theirs else "OTHER TOKENS THAN"
+    verdict = "the same tokens as" if ours.token_ids == theirs else "OTHER TOKENS THAN"
     return (
         f"The checkpoint loads as the plain AR model it was: AutoModelForCausalLM.generate says "
-        f"{verdict} our ar mode (float32, {len(ours)} tokens)."
+        f"{verdict} our ar mode (float32, {len(theirs)} tokens)."
     )

@@ -1,5 +1,8 @@
 """Every training option: a flag of `mars sft` and `mars train`, and a key of a YAML recipe."""
 
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -7,13 +10,44 @@ from typing import Any, Literal
 import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
 
 from mars.data.formats import parse_columns
 from mars.errors import UserError
 from mars.objective import Objective
 
-LEAST = {"block_size": 1, "max_length": 2, "probe_size": 0, "probe_steps": 1, "lora_rank": 1}
+CHOICES = {
+    "method": ("full", "lora"),
+    "on_long": ("drop", "truncate", "error"),
+    "save_dtype": ("bfloat16", "float32"),
+}
+# Smallest and largest value; an int as the smallest asks for an integer.
+RANGES = {
+    "block_size": (1, math.inf),
+    "max_length": (2, math.inf),
+    "probe_size": (0, math.inf),
+    "probe_steps": (1, math.inf),
+    "lora_rank": (1, math.inf),
+    "lora_alpha": (1, math.inf),
+    "lora_dropout": (0.0, 1.0),
+    "per_device_train_batch_size": (1, math.inf),
+    "gradient_accumulation_steps": (1, math.inf),
+    "learning_rate": (0.0, math.inf),
+    "weight_decay": (0.0, math.inf),
+    "seed": (0, 2**32 - 1),
+}
+# Options of transformers that MARS would ignore, or that would break it: they keep their default.
+UNSUPPORTED = {
+    "eval_strategy": "the probe (--probe_size, --probe_steps) measures held-out examples",
+    "eval_on_start": "the probe (--probe_size, --probe_steps) measures held-out examples",
+    "do_eval": "the probe (--probe_size, --probe_steps) measures held-out examples",
+    "do_predict": "`mars generate` and `mars bench` decode",
+    "load_best_model_at_end": "there is no evaluation that could tell the best",
+    "label_names": "MARS builds its own labels",
+    "label_smoothing_factor": "MARS computes its own loss",
+    "use_liger_kernel": "MARS computes its own loss",
+    "remove_unused_columns": "MARS reads its own columns",
+    "train_sampling_strategy": "rows are shuffled; --packing evens out their lengths",
+}
 
 
 @dataclass
@@ -87,32 +121,38 @@ class MarsArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Leave this False."})
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("method", ("full", "lora")),
-            ("on_long", ("drop", "truncate", "error")),
-            ("save_dtype", ("bfloat16", "float32")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise UserError(
-                    f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}."
-                )
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
-        if self.eval_strategy not in ("no", IntervalStrategy.NO):
-            raise UserError(
-                "eval_strategy is not supported: the probe (--probe_size, --probe_steps) measures "
-                "held-out examples."
-            )
-        if self.remove_unused_columns:
-            raise UserError("remove_unused_columns must stay False: MARS reads its own columns.")
-        if self.label_smoothing_factor:
-            raise UserError("label_smoothing_factor is not supported: leave it at 0.")
+        self._check_values()
         if not torch.cuda.is_available():
             self.use_cpu = True
         _ = self.objective, self.column_names  # validate
         super().__post_init__()
+
+    def _check_values(self) -> None:
+        """Compare the options as they were given with the tables; `super()` changes some."""
+        for name in ("data", "output_dir"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is missing. Give it as a flag or in the recipe.")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(
+                    f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}."
+                )
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            kind = int if isinstance(least, int) else int | float
+            if not isinstance(value, kind) or not least <= value <= most:
+                noun = "an integer" if isinstance(least, int) else "a number"
+                upper = f" and at most {most}" if most < math.inf else ""
+                raise UserError(f"{name} must be {noun} of at least {least}{upper}, got {value!r}.")
+        for option in (f for f in fields(self) if f.init):
+            value = getattr(self, option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{option.name} must be a finite number, got {value}.")
+            if option.name in UNSUPPORTED and value != option.default:
+                raise UserError(
+                    f"{option.name} is not supported ({UNSUPPORTED[option.name]}): leave it at "
+                    f"{option.default!r}; got {value!r}."
+                )
 
     @property
     def objective(self) -> Objective:
@@ -144,18 +184,22 @@ def parse_arguments(arguments: list[str], **defaults: Any) -> MarsArguments:
         defaults |= read_recipe(arguments[0])
         arguments = arguments[1:]
     parser.set_defaults(**defaults)
-    try:
+    with option_errors():
         parsed, unknown = parser.parse_args_into_dataclasses(
             args=arguments, look_for_args_file=False, return_remaining_strings=True
         )
-    except (ValueError, ImportError) as error:  # UserError is a ValueError: its text stays
-        raise UserError(str(error)) from error
     if unknown:
         raise UserError(f"Unknown option {unknown[0]!r}. `mars train --help` lists all options.")
-    for name in ("data", "output_dir"):
-        if not getattr(parsed, name):
-            raise UserError(f"--{name} is missing. Give it as a flag or in the recipe.")
     return parsed
+
+
+@contextmanager
+def option_errors() -> Generator[None]:
+    """Turn what `transformers` and `torch` raise for unusable options into UserError."""
+    try:
+        yield
+    except (ValueError, ImportError, RuntimeError) as error:  # the text of a UserError stays
+        raise UserError(str(error)) from error
 
 
 def read_recipe(path: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig, PreTrainedModel
 
-from mars.checkpoint import output_head
 from mars.errors import UserError
+from mars.mask_token import output_head
 from mars.masks import block_mask, dense_mask
 from mars.objective import LossSums, Objective, stream_loss
 from mars.streams import Streams

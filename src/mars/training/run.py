@@ -1,23 +1,25 @@
 """One training run, from options to a saved checkpoint."""
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.trainer_utils import get_last_checkpoint
 
 from mars.checkpoint import Checkpoint, check_supported, load, prepare_for_training
 from mars.data import BuildReport, Collator, Example, build_examples, pack, read_records
 from mars.errors import UserError
+from mars.mask_token import input_embedding, output_head
 from mars.training.arguments import MarsArguments
 from mars.training.forward import (
     add_stream_forward,
     check_plain_head,
     remove_stream_forward,
 )
+from mars.training.output import PARTIAL, replace_model, resume_point
 from mars.training.probe import Probe, ProbeCallback
 from mars.training.trainer import LENGTH_MULTIPLE, MarsTrainer
 
@@ -33,12 +35,57 @@ def train(args: MarsArguments) -> Path:
         UserError: unsupported model, unusable data, or an output folder that is in use.
     """
     folder = Path(str(args.output_dir))
-    resume = resume_point(folder, args.resume_from_checkpoint)
+
+    def tell(text: str) -> None:
+        if args.process_index == 0:
+            print(text, file=sys.stderr)
+
+    resume = resume_point(
+        folder,
+        args.resume_from_checkpoint,
+        needs_optimizer=not args.save_only_model,
+        tell=tell,
+    )
+    checkpoint = load_base(args)
+    examples, held_out, report = load_examples(args, checkpoint)
+    tell(report.describe())
+    base = checkpoint.model
+    add_stream_forward(base)
+    pad = checkpoint.tokenizer.pad_token_id or 0
+    collate = Collator(pad_token_id=pad, pad_to_multiple_of=LENGTH_MULTIPLE)
+    trainer = MarsTrainer(
+        checkpoint=checkpoint,
+        args=args,
+        model=wrap_lora(checkpoint, args) if args.method == "lora" else base,
+        train_dataset=training_rows(examples, args),
+        data_collator=collate,
+    )
+    if held_out:
+        check_probe_runs(trainer)
+        probe = Probe(
+            checkpoint, held_out, collate, trainer.block_size, trainer.accelerator.autocast
+        )
+        trainer.add_callback(ProbeCallback(probe, trainer.log, args.probe_steps))
+    trainer.train(resume_from_checkpoint=resume)
+    save(trainer, base, args)
+    return folder
+
+
+def load_base(args: MarsArguments) -> Checkpoint:
+    """Load the model to train and, unless training is plain AR, give it a mask token.
+
+    Raises:
+        UserError: unsupported model, or LoRA on top of a LoRA adapter.
+    """
+    if args.method == "lora" and (Path(args.model or "") / "adapter_config.json").exists():
+        raise UserError(
+            f"{args.model} is itself a LoRA adapter. Run `mars merge {args.model} MERGED` first, "
+            "then train with --model MERGED."
+        )
     checkpoint = load(args.model, dtype=torch.float32, device="cpu")
     check_supported(checkpoint.model.config)
     check_plain_head(checkpoint.model.config)
-    use_masks = args.masked_weight > 0
-    if use_masks:
+    if args.masked_weight > 0:
         prepare_for_training(
             checkpoint,
             block_size=args.block_size,
@@ -47,45 +94,17 @@ def train(args: MarsArguments) -> Path:
         )
     if torch.cuda.is_available():
         checkpoint.model.set_attn_implementation("flex_attention")
-    examples, held_out, report = load_examples(args, checkpoint)
-    if args.process_index == 0:
-        print(report.describe(), file=sys.stderr)
-    base = checkpoint.model
-    add_stream_forward(base)
-    model = wrap_lora(checkpoint, args) if args.method == "lora" else base
-    pad = checkpoint.tokenizer.pad_token_id or 0
-    collate = Collator(pad_token_id=pad, pad_to_multiple_of=LENGTH_MULTIPLE)
-    trainer = MarsTrainer(
-        checkpoint=checkpoint,
-        args=args,
-        model=model,
-        train_dataset=training_rows(examples, args),
-        data_collator=collate,
-    )
-    if held_out:
-        block_size = args.block_size if use_masks else 0
-        probe = Probe(checkpoint, held_out, collate, block_size, trainer.accelerator.autocast)
-        trainer.add_callback(ProbeCallback(probe, trainer.log, args.probe_steps))
-    trainer.train(resume_from_checkpoint=resume)
-    save(trainer, base, args)
-    return folder
+    return checkpoint
 
 
-def resume_point(folder: Path, wanted: str | None) -> str | None:
-    """Find the checkpoint to resume from; refuse to overwrite an earlier run by accident."""
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if wanted in (None, "", "false", "False"):
-        if last is not None:
-            raise UserError(
-                f"{folder} already holds {Path(last).name} of an earlier run. Continue it with "
-                "--resume_from_checkpoint true, or choose another --output_dir."
-            )
-        return None
-    if wanted in ("true", "True"):
-        return last  # nothing saved yet: start from the beginning
-    if not Path(wanted).is_dir():
-        raise UserError(f"There is no checkpoint {wanted!r} to resume from.")
-    return wanted
+def check_probe_runs(trainer: MarsTrainer) -> None:
+    """Refuse the probe where no process holds the whole model: under FSDP and ZeRO-3."""
+    deepspeed = trainer.accelerator.state.deepspeed_plugin
+    if trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3):
+        raise UserError(
+            "The probe runs the whole model in one process, but FSDP or ZeRO-3 spreads it over "
+            "all of them. Switch the probe off: --probe_size 0."
+        )
 
 
 def load_examples(
@@ -118,15 +137,21 @@ def training_rows(examples: Sequence[Example], args: MarsArguments) -> list[list
 
 
 def wrap_lora(checkpoint: Checkpoint, args: MarsArguments) -> torch.nn.Module:
-    """Add LoRA to every linear layer, and make the mask's embedding trainable."""
+    """Add LoRA to every linear layer, and make the mask's rows of the vocabulary trainable.
+
+    The adapter then holds the mask's row of the input embedding and, if it is another matrix, of
+    the output layer: preparing for training has changed both.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = checkpoint.model
     trainable = None
     if checkpoint.mars is not None:
-        embedding = model.get_input_embeddings()
-        name = next(n for n, m in model.named_modules() if m is embedding).rsplit(".", 1)[-1]
-        trainable = {name: [checkpoint.mars.mask_token_id]}
+        embedding, head = input_embedding(model), output_head(model)
+        is_tied = embedding.weight is head.weight
+        layers = (embedding,) if is_tied else (embedding, head)
+        names = [n.rsplit(".", 1)[-1] for n, m in model.named_modules() if m in layers]
+        trainable = {name: [checkpoint.mars.mask_token_id] for name in names}
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -140,11 +165,18 @@ def wrap_lora(checkpoint: Checkpoint, args: MarsArguments) -> torch.nn.Module:
 
 def save(trainer: MarsTrainer, base: PreTrainedModel, args: MarsArguments) -> None:
     """Write the final model in `save_dtype`, and the options next to it."""
+    folder = Path(str(args.output_dir))
+    partial = folder / PARTIAL  # an interrupted save must not be taken for a finished model
     remove_stream_forward(base)
     if args.save_dtype == "bfloat16" and not trainer.is_fsdp_enabled:
         torch.nn.Module.to(base, torch.bfloat16)
-    trainer.save_model(str(args.output_dir))
+    if trainer.is_world_process_zero():
+        shutil.rmtree(partial, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(partial))
+    trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         options = {k: v for k, v in args.to_dict().items() if v is not None}
         text = json.dumps(options, indent=2, default=str)
-        (Path(str(args.output_dir)) / "training_options.json").write_text(text + "\n")
+        (partial / "training_options.json").write_text(text + "\n")
+        replace_model(folder)

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from mars.checkpoint import Checkpoint
 from mars.counter import hash64
+from mars.errors import UserError
 from mars.streams import Blocks, Streams, build_streams, tile_blocks
-from mars.training.arguments import MarsArguments
+from mars.training.arguments import MarsArguments, option_errors
 
 # Both streams are padded to a multiple of this: with ever new shapes the memory of a CPU process
 # grows by some 90 MB a step (default model), and compiled kernels would be built again and again.
@@ -50,7 +51,8 @@ class MarsTrainer(Trainer):
     """Train a checkpoint that `add_stream_forward` was applied to."""
 
     def __init__(self, *, checkpoint: Checkpoint, args: MarsArguments, **kwargs: Any) -> None:
-        super().__init__(args=args, processing_class=checkpoint.tokenizer, **kwargs)
+        with option_errors():
+            super().__init__(args=args, processing_class=checkpoint.tokenizer, **kwargs)
         self.stream_objective = args.objective
         self.block_size = args.block_size if self.stream_objective.masked_weight > 0 else 0
         self.mask_token_id = checkpoint.mars.mask_token_id if checkpoint.mars else 0
@@ -60,6 +62,34 @@ class MarsTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self._sums = torch.zeros(3, 1 + self.block_size, device=args.device)
         self.add_callback(JsonLines(Path(str(args.output_dir)) / "log.jsonl"))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Build the optimiser; UserError for options that it refuses."""
+        with option_errors():
+            return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Build the learning rate schedule; UserError for options that it refuses."""
+        with option_errors():
+            return super().create_scheduler(*args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Plan the run; UserError if it would make no optimiser step."""
+        values = super().set_initial_training_values(args, dataloader) if len(dataloader) else (0,)
+        if values[-1] < 1:  # max_steps
+            raise UserError(
+                f"Nothing would be trained: {len(dataloader)} batches an epoch, "
+                f"per_device_train_batch_size={args.per_device_train_batch_size}, "
+                f"num_train_epochs={args.num_train_epochs}, max_steps={args.max_steps} and "
+                f"dataloader_drop_last={args.dataloader_drop_last} make no optimiser step."
+            )
+        return values
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # The loop of transformers looks at max_steps only after a step: a run that is resumed when
+        # it had finished would make one more.
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
 
     def compute_loss(
         self,
@@ -120,9 +150,10 @@ class JsonLines(TrainerCallback):
         self.path = path
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After a resume, forget the lines of steps that will be run again."""
+        """After a resume, forget the lines of steps that will be run again, and half a line."""
         if state.is_world_process_zero and self.path.exists():
-            lines = self.path.read_text().splitlines(keepends=True)
+            lines = self.path.read_text(errors="replace").splitlines(keepends=True)
+            lines = [line for line in lines if line.endswith("\n")]
             kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
             self.path.write_text("".join(kept if state.global_step else []))
 
