@@ -150,6 +150,22 @@ def summarise(tallies: dict[str, Tally], gold: list[str | None], groups: int) ->
     return rows
 
 
+def decode_all_ways(
+    checkpoint: Checkpoint, records: list[dict], args: argparse.Namespace
+) -> list[dict]:
+    """Decode the questions with `transformers`, our AR mode and every threshold."""
+    settings = (checkpoint, args.batch_size, args.max_new_tokens)
+    ways = {"transformers": theirs(*settings), "ar": ours(*settings, mode="ar")}
+    if checkpoint.mars is not None:
+        for tau in args.thresholds:
+            ways[f"threshold {tau}"] = ours(
+                *settings, mode="threshold", threshold=tau, window=args.window
+            )
+    gold = [last_number(record["answer"]) for record in records]
+    tallies = measure_decoding(ways, [record["question"] for record in records], args.groups)
+    return summarise(tallies, gold, args.groups)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="hub id or folder; the default model if left out")
@@ -161,6 +177,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--thresholds", type=float, nargs="*", default=[0.95, 0.9, 0.7, 0.5])
     parser.add_argument("--window", type=int, help="the trained block size if left out")
+    parser.add_argument("--likelihood-only", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
 
@@ -169,16 +186,8 @@ def main() -> None:
     checkpoint = load(args.model, dtype=args.dtype)
     report = {"environment": describe_environment(), "arguments": vars(args)}
     report["likelihood"] = measure_likelihood(checkpoint, records)
-    settings = (checkpoint, args.batch_size, args.max_new_tokens)
-    ways = {"transformers": theirs(*settings), "ar": ours(*settings, mode="ar")}
-    if checkpoint.mars is not None:
-        for tau in args.thresholds:
-            ways[f"threshold {tau}"] = ours(
-                *settings, mode="threshold", threshold=tau, window=args.window
-            )
-    gold = [last_number(record["answer"]) for record in records]
-    tallies = measure_decoding(ways, [record["question"] for record in records], args.groups)
-    report["decoding"] = summarise(tallies, gold, args.groups)
+    if not args.likelihood_only:
+        report["decoding"] = decode_all_ways(checkpoint, records, args)
     text = json.dumps(report, indent=2)
     if args.json:
         with open(args.json, "w") as file:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mars.cli.options import DEFAULTS, Model, Threshold
+from mars.cli.options import Model, Threshold
 
 
 def demo(
@@ -13,7 +13,7 @@ def demo(
     train_minutes: Annotated[
         float, typer.Option(min=0.0, max=10.0, help="Time for the training.")
     ] = 8.0,
-    threshold: Threshold = DEFAULTS.threshold,
+    threshold: Threshold = 0.7,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the trained checkpoint here.")
     ] = None,
