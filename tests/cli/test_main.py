@@ -68,7 +68,9 @@ def test_bugs_are_not_hidden(mars, monkeypatch):
 def mars_process(code: str, **kwargs) -> subprocess.Popen:
     """Start a command line in which `ensure_default_model` is replaced by `code`."""
     program = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        # A process started in the background inherits that Ctrl-C is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import mars.default_model as module\n"
         "from mars.cli.main import run\n"
         f"def replaced(**kwargs):\n    {code}\n"
