@@ -157,15 +157,16 @@ def compare(
         The answers by `ar`, by the threshold of `options`, and by others for the table.
     """
     generate(checkpoint, prompts[0], options, max_new_tokens=8)  # warm-up
-    taus = [options.threshold, *(tau for tau in OTHER_THRESHOLDS if tau != options.threshold)]
-    ways = {"ar": {"mode": "ar"}} | {f"threshold {tau}": {"threshold": tau} for tau in taus}
+    shown = f"threshold {options.threshold}"
+    ways: dict[str, dict[str, Any]] = {"ar": {"mode": "ar"}, shown: {}}
+    ways |= {f"threshold {tau}": {"threshold": tau} for tau in OTHER_THRESHOLDS}
     answers: dict[str, list[Result]] = {way: [] for way in ways}
     for prompt in prompts:
         for way, overrides in ways.items():
             answers[way].append(generate(checkpoint, prompt, options, **overrides))
-        one, several, *_ = (results[-1] for results in answers.values())
+        one, several = answers["ar"][-1], answers[shown][-1]
         print(f"\n> {prompt}")
-        print(two_columns(_label("ar", one), _label(f"threshold {taus[0]}", several)))
+        print(two_columns(_label("ar", one), _label(shown, several)))
         print(two_columns(one.text, several.text), flush=True)
     return answers
 
