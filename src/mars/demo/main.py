@@ -50,7 +50,7 @@ def demo(
 
     Args:
         model: hub id or folder; the default model if None.
-        train_minutes: time for the training, estimated from two steps measured first.
+        train_minutes: time for the training, estimated from a few steps measured first.
         threshold: tau of the multi-token mode.
         output: where the checkpoint goes; a folder in the cache if None.
     """

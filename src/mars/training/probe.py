@@ -14,9 +14,8 @@ from mars.data import Collator, Example
 from mars.decoding.generate import generate
 from mars.decoding.options import DecodingOptions
 from mars.objective import Objective
-from mars.streams import build_streams, tile_blocks
 from mars.training.forward import run_streams
-from mars.training.trainer import describe_sums
+from mars.training.trainer import describe_sums, make_streams
 
 THRESHOLD = 0.9
 MAX_NEW_TOKENS = 64
@@ -60,19 +59,16 @@ class Probe:
     def _sums(self, batch: dict[str, torch.Tensor], phase: int) -> torch.Tensor:
         device = self.checkpoint.model.device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        labels, document = batch["labels"], batch["document_ids"]
-        phases = torch.full_like(labels, phase)
-        blocks = tile_blocks(labels, document, phases, max(1, self.block_size))
-        mask = self.checkpoint.mask_token_id if self.block_size else 0
-        streams = build_streams(
-            batch["input_ids"], labels, document, batch["position_ids"], blocks, mask
+        streams = make_streams(
+            batch,
+            torch.full_like(batch["labels"], phase),
+            block_size=self.block_size,
+            mask_token_id=self.checkpoint.mask_token_id if self.block_size else 0,
         )
+        model = self.checkpoint.model
         with self.autocast():
-            sums = run_streams(
-                self.checkpoint.model, streams, Objective(), block_size=max(1, self.block_size)
-            )
-        stacked = torch.stack([sums.nll, sums.correct, sums.count]).cpu()
-        return stacked[:, : 1 + self.block_size]
+            sums = run_streams(model, streams, Objective(), block_size=self.block_size)
+        return torch.stack([sums.nll, sums.correct, sums.count]).cpu()
 
     def _tokens_per_forward(self, batch_size: int) -> float:
         prompts = [e.input_ids[: e.supervised.index(True)] for e in self.examples]

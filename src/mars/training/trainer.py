@@ -29,13 +29,21 @@ def training_streams(
     spread over batches, accumulation steps and processes nor on random state: a resumed or a
     distributed run sees the same blocks. `block_size` 0 builds the clean stream alone.
     """
+    numbers = hash64(seed, step, batch["example_ids"], batch["position_ids"])
+    phase = numbers.remainder(max(1, block_size))
+    return make_streams(batch, phase, block_size=block_size, mask_token_id=mask_token_id)
+
+
+def make_streams(
+    batch: dict[str, Tensor], phase: Tensor, *, block_size: int, mask_token_id: int
+) -> Streams:
+    """Build both streams of a collated batch with the given phases ([B, L], see `tile_blocks`)."""
     labels, document = batch["labels"], batch["document_ids"]
     if block_size == 0:
         empty = labels.new_zeros(0)
         blocks = Blocks(row=empty, target=empty, start=empty)
     else:
-        numbers = hash64(seed, step, batch["example_ids"], batch["position_ids"])
-        blocks = tile_blocks(labels, document, numbers.remainder(block_size), block_size)
+        blocks = tile_blocks(labels, document, phase, block_size)
     return build_streams(
         batch["input_ids"],
         labels,
