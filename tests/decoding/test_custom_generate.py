@@ -200,9 +200,10 @@ def test_right_padding_is_refused(model: PreTrainedModel) -> None:
 def test_a_model_without_mars_block() -> None:
     plain = make_model("llama")
     with pytest.raises(UserError, match="mars train"):
-        run(plain)
+        run(plain, threshold=0.9)
     expected = run(plain, custom_generate=None)
     assert torch.equal(run(plain, mode="ar"), expected)
+    assert torch.equal(run(plain), expected)
 
 
 def test_the_window_of_sliding_models_is_refused() -> None:

@@ -28,6 +28,7 @@ thresholds = st.one_of(
     st.just({"mode": "ar"}),
     st.builds(
         lambda confidence, level, window: {
+            "mode": "threshold",
             "confidence": confidence,
             "threshold": {"probability": 0.2, "margin": 0.1, "entropy": 3.2}[confidence] * level,
             "window": window,
@@ -140,7 +141,7 @@ def test_threshold_equals_reference_in_every_family(
     family: str, tiny_checkpoint: Callable[..., Checkpoint]
 ) -> None:
     checkpoint = tiny_checkpoint(family)
-    options = DecodingOptions(threshold=0.15, max_new_tokens=24, ignore_eos=True)
+    options = DecodingOptions(mode="threshold", threshold=0.15, max_new_tokens=24, ignore_eos=True)
     results = generate(checkpoint, PROMPTS, options, batch_size=3)
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert without_times(result) == reference_result(checkpoint, prompt, options)
@@ -199,7 +200,9 @@ def test_filters_and_temperature_do_not_make_a_draft_certain(
 
 
 def test_streamed_equals_generated(llama: Checkpoint) -> None:
-    options = DecodingOptions(threshold=0.1, max_new_tokens=60, stop=("zz",), ignore_eos=True)
+    options = DecodingOptions(
+        mode="threshold", threshold=0.1, max_new_tokens=60, stop=("zz",), ignore_eos=True
+    )
     pieces = stream(llama, PROMPTS[2], options)
     assert pieces.result is None
     texts = list(pieces)
@@ -267,7 +270,10 @@ def test_a_row_at_the_end_of_the_context_beside_others(
 ) -> None:
     checkpoint = tiny_checkpoint("llama", max_position_embeddings=32)
     prompts = [[5] * 30, [6] * 4]
-    options = [DecodingOptions(threshold=0.0, max_new_tokens=n, ignore_eos=True) for n in (2, 28)]
+    options = [
+        DecodingOptions(mode="threshold", threshold=0.0, max_new_tokens=n, ignore_eos=True)
+        for n in (2, 28)
+    ]
     results, _ = decode_all(checkpoint, prompts, options)
     for prompt, option, result in zip(prompts, options, results, strict=True):
         assert without_times(result) == reference_result(checkpoint, prompt, option)
@@ -283,7 +289,7 @@ def test_the_model_is_left_as_it_was(llama: Checkpoint) -> None:
 
 def test_threads_share_a_model(llama: Checkpoint) -> None:
     before = llama.model.config._attn_implementation
-    options = DecodingOptions(threshold=0.15, max_new_tokens=12, ignore_eos=True)
+    options = DecodingOptions(mode="threshold", threshold=0.15, max_new_tokens=12, ignore_eos=True)
     expected = [generate(llama, prompt, options).token_ids for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         for _ in range(3):
@@ -292,12 +298,25 @@ def test_threads_share_a_model(llama: Checkpoint) -> None:
     assert llama.model.config._attn_implementation == before
 
 
-def test_a_plain_ar_model_decodes_in_ar_mode_only(llama: Checkpoint) -> None:
+def test_a_plain_ar_model_has_no_masks_to_draft_with(llama: Checkpoint) -> None:
     plain = dataclasses.replace(llama, mars=None)
     expected = generate(llama, "hi", mode="ar", max_new_tokens=5, logit_bias={MASK: -100.0})
-    assert generate(plain, "hi", mode="ar", max_new_tokens=5).token_ids == expected.token_ids
-    with pytest.raises(UserError, match="mars train"):
-        generate(plain, "hi")
+    for options in ({"mode": "ar"}, {"ngram": False}, {}):
+        result = generate(plain, "hi", max_new_tokens=5, **options)
+        assert result.token_ids == expected.token_ids
+        assert result.mode == ("exact" if options == {} else "ar")
+    for options in ({"threshold": 0.5}, {"window": 2}):
+        with pytest.raises(UserError, match="mars train"):
+            generate(plain, "hi", **options)
+
+
+@pytest.mark.parametrize("name", ["threshold", "confidence"])
+def test_an_option_of_the_threshold_mode_means_that_mode(llama: Checkpoint, name: str) -> None:
+    value = getattr(DecodingOptions(), name)
+    assert generate(llama, "hi", max_new_tokens=3).mode == "exact"
+    assert generate(llama, "hi", max_new_tokens=3, **{name: value}).mode == "threshold"
+    options = {"max_new_tokens": 3, "mode": "exact", name: value}
+    assert generate(llama, "hi", **options).mode == "exact"
 
 
 @pytest.mark.parametrize(

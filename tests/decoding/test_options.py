@@ -12,7 +12,14 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("mode", "exact"),
+        ("mode", "fast"),
+        ("layout", "quadratic"),
+        ("max_groups", 0),
+        ("ngram", 1),
+        ("draft_threshold", 1.5),
+        ("draft_threshold", NAN),
+        ("logprobs", -1),
+        ("logprobs", 21),
         ("confidence", "p"),
         ("threshold", -0.1),
         ("threshold", NAN),
@@ -62,18 +69,29 @@ def test_one_stop_string_is_not_taken_apart() -> None:
     ("options", "is_ar"),
     [
         ({"mode": "ar"}, True),
-        ({"threshold": None}, True),
-        ({"threshold": None, "confidence": "entropy"}, True),
-        ({"threshold": 1.0}, True),
-        ({"threshold": 1.5, "confidence": "margin"}, True),
-        ({"threshold": 1.5, "confidence": "entropy"}, False),
-        ({"threshold": 0.999}, False),
-        ({"threshold": 0.0, "confidence": "entropy"}, False),
-        ({"window": 0}, True),
+        ({"mode": "threshold", "threshold": None}, True),
+        ({"mode": "threshold", "threshold": None, "confidence": "entropy"}, True),
+        ({"mode": "threshold", "threshold": 1.0}, True),
+        ({"mode": "threshold", "threshold": 1.5, "confidence": "margin"}, True),
+        ({"mode": "threshold", "threshold": 1.5, "confidence": "entropy"}, False),
+        ({"mode": "threshold", "threshold": 0.999}, False),
+        ({"mode": "threshold", "threshold": 0.0, "confidence": "entropy"}, False),
+        ({"mode": "threshold", "window": 0}, True),
+        ({}, False),
+        ({"threshold": None}, False),
+        ({"window": 0}, False),
+        ({"ngram": False}, False),
+        ({"window": 0, "ngram": False}, True),
     ],
 )
 def test_which_options_mean_ar(options: dict[str, Any], is_ar: bool) -> None:
     assert DecodingOptions(**options).is_ar == is_ar
+
+
+def test_the_threshold_mode_has_no_logprobs() -> None:
+    with pytest.raises(UserError, match=r"logprobs.*threshold"):
+        DecodingOptions(mode="threshold", logprobs=2)
+    assert DecodingOptions(mode="threshold", threshold=None, logprobs=2).is_ar
 
 
 def test_every_field_has_a_default_and_is_frozen() -> None:

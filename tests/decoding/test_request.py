@@ -1,14 +1,20 @@
 import pytest
 
+from mars.decoding.drafts import Draft
 from mars.decoding.options import DecodingOptions
-from mars.decoding.request import Progress, Request
+from mars.decoding.plan import RowPlan
+from mars.decoding.request import Progress, Request, TokenLogprob
+
+THRESHOLD = {"mode": "threshold"}
 
 
-def progress(window: int, max_new_tokens: int, **kwargs: object) -> Progress:
+def progress(
+    window: int, max_new_tokens: int, settings: dict = THRESHOLD, **kwargs: object
+) -> Progress:
     request = Request(
         prompt="p",
         prompt_ids=[7, 8],
-        options=DecodingOptions(max_new_tokens=max_new_tokens, stop=("xb",)),
+        options=DecodingOptions(max_new_tokens=max_new_tokens, stop=("xb",), **settings),
         window=window,
         end_ids=frozenset({0}),
         decode=lambda ids: "".join(chr(96 + i) for i in ids if i),
@@ -18,14 +24,52 @@ def progress(window: int, max_new_tokens: int, **kwargs: object) -> Progress:
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(9, 4), (5, 4), (4, 3), (1, 0)])
-def test_no_more_drafts_than_the_budget_can_take(budget: int, expected: int) -> None:
-    assert progress(4, budget).max_drafts == expected
+def test_no_more_masks_than_the_budget_can_take(budget: int, expected: int) -> None:
+    assert progress(4, budget).plan().num_masks == expected
 
 
-def test_drafts_shrink_with_the_budget() -> None:
+def test_masks_shrink_with_the_budget() -> None:
     row = progress(4, 6)
     row.commit([1, 1, 1])
-    assert row.max_drafts == 2
+    assert row.plan() == RowPlan(groups=(0,), window=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "window", "mode", "entries"),
+    [
+        ({}, 4, "exact", 10),
+        ({}, 12, "exact", 14),
+        ({}, 0, "exact", 10),
+        ({"ngram": False}, 4, "exact", 6),
+        ({"ngram": False}, 0, "ar", 2),
+        ({"mode": "ar"}, 0, "ar", 2),
+        ({"mode": "threshold"}, 4, "threshold", 6),
+    ],
+)
+def test_the_histogram_has_room_for_every_forward(
+    settings: dict, window: int, mode: str, entries: int
+) -> None:
+    row = progress(window, 20, settings)
+    assert row.request.mode == mode
+    assert len(row.histogram) == entries
+
+
+def test_an_exact_row_plans_with_the_drafts_of_both_sources() -> None:
+    row = progress(2, 20, {})
+    assert row.plan() == RowPlan(groups=(0,), window=2)
+    row.commit([1, 2, 3, 1, 2], [Draft(3, 0.9), Draft(1, 0.9)])
+    assert row.plan().drafts == (3, 1, 2, 3)  # a match of two tokens proposes four
+    assert row.plan().groups == (0, 1, 2, 3, 4)
+    row.commit([9])
+    assert row.plan().drafts == ()
+
+
+def test_logprobs_end_with_the_text() -> None:
+    row = progress(2, 3, {"logprobs": 1})
+    logprobs = [TokenLogprob(token_id=i, logprob=-1.0, top={}) for i in range(1, 6)]
+    row.commit([1], (), logprobs[:1])
+    row.commit([2, 3, 4, 5], (), logprobs[1:])
+    assert row.result(0.0, 0.0).logprobs == logprobs[:3]
 
 
 def test_tokens_after_the_end_are_not_taken() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from mars.compat import _forward_signature
+from mars.decoding.plan import RowPlan
 from mars.engine.runner import Runner
 from tests.conftest import FAMILIES, make_model
 
@@ -25,6 +26,12 @@ def random_tokens(length: int, seed: int = 0) -> list[int]:
     return torch.randint(4, V, (length,), generator=generator).tolist()
 
 
+def masks_only(runner: Runner, first: int, tokens: list[list[int]], num_masks: int) -> torch.Tensor:
+    """Run rows as the threshold mode does: (B, 1 + W, V)."""
+    plan = RowPlan(groups=(0,), window=num_masks) if num_masks else RowPlan()
+    return torch.cat(runner.forward(first, tokens, [plan] * len(tokens)), dim=1)
+
+
 @torch.no_grad()
 def plain_forward(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids]), use_cache=False).logits[0]
@@ -39,7 +46,7 @@ def test_a_step_equals_the_plain_forward_for_every_prefix_and_offset(
     runner.add_row()
     for length in range(1, len(tokens) + 1):
         prefix = tokens[:length]
-        logits = runner.forward(0, [prefix], num_masks)
+        logits = masks_only(runner, 0, [prefix], num_masks)
         assert logits.shape == (1, num_masks + 1, V)
         expected = plain_forward(model, prefix + [MASK] * num_masks)[length - 1 :]
         torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
@@ -64,7 +71,7 @@ def test_after_any_accept_pattern_the_cache_equals_a_fresh_prefill(
         runner.add_row()
     for step in range(max(len(accepted) for _, accepted in rows)):
         tokens = [sequence[:n] for sequence, n in zip(sequences, lengths, strict=True)]
-        logits = runner.forward(0, tokens, num_masks)
+        logits = masks_only(runner, 0, tokens, num_masks)
         for row, prefix in enumerate(tokens):
             expected = plain_forward(model, prefix + [MASK] * num_masks)[len(prefix) - 1 :]
             torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=1e-4)
@@ -90,13 +97,13 @@ def test_a_dropped_row_is_replaced_by_the_last(model: PreTrainedModel) -> None:
     sequences = [random_tokens(20, seed) for seed in range(3)]
     for _ in sequences:
         runner.add_row()
-    runner.forward(0, [s[:10] for s in sequences], 2)
+    masks_only(runner, 0, [s[:10] for s in sequences], 2)
     runner.drop_row(0)
-    logits = runner.forward(0, [sequences[2][:13], sequences[1][:11]], 2)
+    logits = masks_only(runner, 0, [sequences[2][:13], sequences[1][:11]], 2)
     expected = plain_forward(model, sequences[2][:13] + [MASK] * 2)[12:]
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
     runner.add_row()  # in the place of the one that moved
-    logits = runner.forward(2, [sequences[0][:4]], 1)
+    logits = masks_only(runner, 2, [sequences[0][:4]], 1)
     expected = plain_forward(model, [*sequences[0][:4], MASK])[3:]
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -113,7 +120,7 @@ def test_the_only_cache_is_ours_and_no_larger_than_needed(
     runner.add_row()
     lengths = []
     for length in range(10, 299, 5):
-        runner.forward(0, [random_tokens(length), random_tokens(5 + length // 2)], 2)
+        masks_only(runner, 0, [random_tokens(length), random_tokens(5 + length // 2)], 2)
         storages = {tensor.data_ptr() for tensor in runner.cache.keys + runner.cache.values}
         assert len(storages) == 2 * model.config.num_hidden_layers
         lengths.append(runner.cache.num_slots)
@@ -136,6 +143,6 @@ def test_prompts_are_read_in_chunks(
     monkeypatch.setattr(model, "forward", spy)
     runner = Runner(model, num_rows=1, max_positions=99, mask_token_id=MASK, prefill_chunk=16)
     runner.add_row()
-    runner.forward(0, [random_tokens(40)], 3)
+    masks_only(runner, 0, [random_tokens(40)], 3)
     assert widths == [16, 16, 8 + 3]
     assert logits_kept == [1, 1, 4]

@@ -14,9 +14,13 @@ from mars.cli.generate import in_order, prepare_all, run_all
 from mars.cli.options import (
     DEFAULTS,
     BatchSize,
+    DraftThreshold,
     Dtype,
+    Layout,
+    MaxGroups,
     MaxNewTokens,
     Model,
+    Ngram,
     PromptsFile,
     Window,
     load_checkpoint,
@@ -86,10 +90,15 @@ class Row:
 def bench(
     prompts_file: PromptsFile = None,
     model: Model = None,
-    threshold: Annotated[
-        list[float] | None, typer.Option(help="tau; may be repeated. Default: 0.9.")
-    ] = None,
     window: Window = None,
+    layout: Layout = DEFAULTS.layout,
+    max_groups: MaxGroups = DEFAULTS.max_groups,
+    ngram: Ngram = DEFAULTS.ngram,
+    draft_threshold: DraftThreshold = DEFAULTS.draft_threshold,
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(help="Also measure the threshold mode with this tau; may be repeated."),
+    ] = None,
     max_new_tokens: MaxNewTokens = 128,
     batch_size: BatchSize = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Passes per mode.")] = 3,
@@ -98,7 +107,7 @@ def bench(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures here.")
     ] = None,
 ) -> None:
-    """Measure AR against multi-token decoding.
+    """Measure ar against exact, and against threshold if asked.
 
     Same checkpoint, same prompts, same engine; the modes take turns. Tokens/s include the reading
     of the prompts.
@@ -108,13 +117,18 @@ def bench(
     if json_file is not None:
         check_writable(json_file)
     prompts = list(PROMPTS) if prompts_file is None else read_prompts(prompts_file)
-    base = DecodingOptions(mode="ar", window=window, max_new_tokens=max_new_tokens)
-    modes = {"ar": base}
-    for tau in threshold or [DEFAULTS.threshold]:
-        options = replace(base, mode="threshold", threshold=tau)
-        modes[label(options)] = options
+    base = DecodingOptions(
+        window=window,
+        max_new_tokens=max_new_tokens,
+        layout=layout,  # type: ignore[arg-type]
+        max_groups=max_groups,
+        ngram=ngram,
+        draft_threshold=draft_threshold,
+    )
+    ways = [replace(base, mode="ar"), base]
+    ways += [replace(base, mode="threshold", threshold=tau) for tau in threshold or []]
+    modes = {label(options): options for options in ways}
     checkpoint = load_checkpoint(model, dtype)
-    _ = checkpoint.mask_token_id  # a plain AR model has nothing to compare
     requests = {
         mode: prepare_all(checkpoint, prompts, options, raw=False)
         for mode, options in modes.items()
@@ -137,8 +151,10 @@ def bench(
 
 
 def label(options: DecodingOptions) -> str:
-    """Name a row after its threshold; say so if that, or the window, makes it the AR mode."""
-    name = f"threshold {options.threshold}"
+    """Name a row after its mode and tau; say so if that, or the window, makes it the AR mode."""
+    if options.mode == "ar":
+        return "ar"
+    name = f"threshold {options.threshold}" if options.mode == "threshold" else options.mode
     if options.window == 0:
         name += ", window 0"
     return f"ar ({name})" if options.is_ar else name

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,16 @@ from mars.cli.options import (
     DEFAULTS,
     BatchSize,
     Confidence,
+    DraftThreshold,
     Dtype,
+    Layout,
+    Logprobs,
+    MaxGroups,
     MaxNewTokens,
     MinP,
     Mode,
     Model,
+    Ngram,
     PromptsFile,
     RepetitionPenalty,
     Seed,
@@ -56,9 +62,13 @@ def generate(
     prompts_file: PromptsFile = None,
     model: Model = None,
     mode: Mode = None,
-    threshold: Threshold = DEFAULTS.threshold,
-    confidence: Confidence = DEFAULTS.confidence,
     window: Window = None,
+    layout: Layout = DEFAULTS.layout,
+    max_groups: MaxGroups = DEFAULTS.max_groups,
+    ngram: Ngram = DEFAULTS.ngram,
+    draft_threshold: DraftThreshold = DEFAULTS.draft_threshold,
+    threshold: Threshold = None,
+    confidence: Confidence = None,
     max_new_tokens: MaxNewTokens = DEFAULTS.max_new_tokens,
     temperature: Temperature = DEFAULTS.temperature,
     top_p: TopP = DEFAULTS.top_p,
@@ -67,6 +77,7 @@ def generate(
     repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
     seed: Seed = DEFAULTS.seed,
     stop: Stop = None,
+    logprobs: Logprobs = None,
     dtype: Dtype = "float32",
     batch_size: BatchSize = 8,
     as_json: Annotated[
@@ -80,6 +91,8 @@ def generate(
 
     They are the PROMPT, the lines of a file (--prompts), or the lines of standard input.
     """
+    if logprobs is not None and not as_json:
+        raise UserError("--logprobs needs --json: text output has no place for them.")
     prompts = gather_prompts(prompt, prompts_file)
     checkpoint = load_checkpoint(model, dtype)
     options = decoding_options(
@@ -88,6 +101,10 @@ def generate(
         threshold=threshold,
         confidence=confidence,
         window=window,
+        layout=layout,
+        max_groups=max_groups,
+        ngram=ngram,
+        draft_threshold=draft_threshold,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -96,6 +113,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop,
+        logprobs=logprobs,
     )
     requests = prepare_all(checkpoint, prompts, options, raw=raw)
     events = run_all(checkpoint, requests, batch_size)
@@ -190,8 +208,13 @@ def describe(result: "Result") -> str:
 
 
 def as_json_line(result: "Result") -> str:
-    """Return the fields of a result that the JSON output promises, as one line."""
+    """Return the fields of a result that the JSON output promises, as one line.
+
+    `logprobs`, if asked for: per token `token_id`, `logprob`, and `top`, which maps ids to theirs.
+    """
     record: dict[str, Any] = {key: getattr(result, key) for key in JSON_KEYS}
+    if result.logprobs is not None:
+        record["logprobs"] = [asdict(logprob) for logprob in result.logprobs]
     return json.dumps(record, ensure_ascii=False)
 
 

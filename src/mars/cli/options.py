@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mars.decoding.options import DecodingOptions
+from mars.errors import UserError
 
 if TYPE_CHECKING:
     from mars.checkpoint import Checkpoint
@@ -22,22 +23,48 @@ Dtype = Annotated[
 Mode = Annotated[
     str | None,
     typer.Option(
-        metavar="ar|threshold",
-        help="ar: one token per forward. threshold: also commit drafts the model is sure of. "
-        f"Default: {DEFAULTS.mode}, for a plain AR model ar.",
+        metavar="exact|threshold|ar",
+        help="exact: verify drafts; says what ar says. threshold: commit drafts the model is sure "
+        "of; changes the text. ar: one token per forward. "
+        f"Default: {DEFAULTS.mode}, with --threshold or --confidence threshold.",
     ),
 ]
 Threshold = Annotated[
     float | None,
-    typer.Option(help="tau: how sure a draft must be. Lower is faster; 1 is the ar mode."),
+    typer.Option(
+        help="tau: how sure a draft must be in the threshold mode. Lower is faster; 1 is ar. "
+        f"Default: {DEFAULTS.threshold}."
+    ),
 ]
 Confidence = Annotated[
-    str,
-    typer.Option(metavar="probability|entropy|margin", help="What the threshold is compared with."),
+    str | None,
+    typer.Option(
+        metavar="probability|entropy|margin",
+        help=f"What the threshold is compared with. Default: {DEFAULTS.confidence}.",
+    ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option(help="Masks per forward; the block size of the training if left out."),
+    typer.Option(help="Masks per group; the block size of the training if left out."),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        metavar="linear|partial|full",
+        help="exact: be ready with masks if all drafts are right, for the likeliest outcomes, for "
+        "all.",
+    ),
+]
+MaxGroups = Annotated[int, typer.Option(help="partial layout: most groups of masks per forward.")]
+Ngram = Annotated[
+    bool, typer.Option("--ngram/--no-ngram", help="exact: also draft what followed before.")
+]
+DraftThreshold = Annotated[
+    float, typer.Option(help="exact: cut drafts that are less likely than this to be right.")
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(help="With --json: log-probability of every token and of the N most likely."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate per answer.")]
 BatchSize = Annotated[
@@ -74,12 +101,29 @@ def load_checkpoint(model: str | None, dtype: str) -> "Checkpoint":
 
 
 def decoding_options(
-    checkpoint: "Checkpoint", *, mode: str | None, stop: list[str] | None = None, **values: Any
+    checkpoint: "Checkpoint",
+    *,
+    mode: str | None,
+    threshold: float | None = None,
+    confidence: str | None = None,
+    stop: list[str] | None = None,
+    **values: Any,
 ) -> DecodingOptions:
-    """Build decoding options; without a mode, a plain AR model is decoded as one, and told so."""
-    if mode is None and checkpoint.mars is None:
-        message = f"{checkpoint.name} is a plain AR model: using --mode ar (see `mars train`)"
-        typer.echo(message, err=True)
-        mode = "ar"
-    values["mode"] = DEFAULTS.mode if mode is None else mode
-    return DecodingOptions(stop=tuple(stop or ()), **values)
+    """Build decoding options; say so if there will be no drafts but those of n-grams.
+
+    Raises:
+        UserError: an option is not valid, or belongs to another mode.
+    """
+    given = {"threshold": threshold, "confidence": confidence}
+    given = {name: value for name, value in given.items() if value is not None}
+    mode = mode or ("threshold" if given else DEFAULTS.mode)
+    if given and mode != "threshold":
+        raise UserError(f"--{min(given)} belongs to --mode threshold, not to --mode {mode}.")
+    options = DecodingOptions(mode=mode, stop=tuple(stop or ()), **given, **values)  # type: ignore
+    if mode == "exact" and checkpoint.mars is None and options.ngram:
+        typer.echo(
+            f"{checkpoint.name} is a plain AR model: drafts come from what the text repeats, not "
+            "from masks (see `mars train`)",
+            err=True,
+        )
+    return options

@@ -15,7 +15,7 @@ from mars.checkpoint import MarsConfig, check_supported
 from mars.decoding import hf_adapters
 from mars.decoding.limits import check_context, check_token_ids, resolve_window
 from mars.decoding.loop import decode
-from mars.decoding.options import Confidence, DecodingOptions, Mode
+from mars.decoding.options import Confidence, DecodingOptions, Layout, Mode
 from mars.decoding.request import Request
 from mars.errors import UserError
 
@@ -34,6 +34,7 @@ _UNSUPPORTED_CONFIG = {
 # `generate` sets these itself; they say nothing that is not known here.
 _HARMLESS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "cache_position"}
 _CACHES = ("cache", "past_key_values")
+_NOT_GIVEN: Any = object()
 
 
 # `attention_mask` must stay inside **model_kwargs: `generate` does not prepare what a custom
@@ -44,10 +45,13 @@ def custom_generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    mode: Mode = "threshold",
-    threshold: float | None = 0.9,
+    mode: Mode | None = None,
+    threshold: float | None = _NOT_GIVEN,
     confidence: Confidence = "probability",
     window: int | None = None,
+    layout: Layout = "full",
+    ngram: bool = True,
+    draft_threshold: float = 0.0,
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
@@ -64,15 +68,19 @@ def custom_generate(
     fails for lack of one: pass `StopStringCriteria(tokenizer, [...])` in `stopping_criteria`.
 
     Args:
-        model: a stock model whose config has a `mars` block (any model for `mode="ar"`).
+        model: a stock model. One whose config has no `mars` block drafts from n-grams alone.
         input_ids: int64 (B, T), left-padded.
         logits_processor: prepared by `generate`.
         stopping_criteria: prepared by `generate`.
         generation_config: prepared by `generate`.
-        mode: see `DecodingOptions`, as for the next three.
+        mode: see `DecodingOptions`, as for all below; None is `threshold` if a threshold is given,
+            else `exact`.
         threshold: tau.
         confidence: what tau is compared with.
-        window: masks per forward.
+        window: masks per group.
+        layout: which outcomes have a group of masks.
+        ngram: also draft what followed before.
+        draft_threshold: cut drafts less likely than this to be right.
         seed: noise of the sampler, seed + b in row b; None draws one from torch's generator.
         **model_kwargs: the attention mask, and what `generate` adds.
 
@@ -89,11 +97,16 @@ def custom_generate(
     does_sample = bool(generation_config.do_sample)
     hooked, native = hf_adapters.split_off_sampler(logits_processor)
     sampler: dict[str, Any] = {"temperature": float(does_sample)} | native
+    is_given = threshold is not _NOT_GIVEN
+    if is_given:
+        sampler["threshold"] = threshold
     options = DecodingOptions(
-        mode=mode,
-        threshold=threshold,
+        mode=mode or ("threshold" if is_given else DecodingOptions().mode),
         confidence=confidence,
         window=window,
+        layout=layout,
+        ngram=ngram,
+        draft_threshold=draft_threshold,
         max_new_tokens=hf_adapters.max_length(stopping_criteria) - input_ids.shape[1],
         seed=_draw_seed() if does_sample and seed is None else seed or 0,
         **sampler,

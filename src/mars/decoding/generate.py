@@ -51,7 +51,8 @@ def generate(
         options: how to decode; the defaults of `DecodingOptions` if None.
         raw: continue text as it stands, without the chat template.
         batch_size: rows that run together; changes speed and memory, not the answers.
-        **overrides: fields of `DecodingOptions` to change, such as `threshold=0.7`.
+        **overrides: fields of `DecodingOptions` to change, such as `temperature=0.7`. A `threshold`
+            or `confidence` without a `mode` means the threshold mode.
 
     Returns:
         A `Result` for one prompt, a list of them in the same order for a list.
@@ -138,6 +139,8 @@ def _with_overrides(options: DecodingOptions | None, overrides: dict[str, Any]) 
         raise UserError(
             f"Unknown option {', '.join(unknown)}. Options: {', '.join(sorted(names))}."
         )
+    if {"threshold", "confidence"} & set(overrides) and "mode" not in overrides:
+        overrides = {"mode": "threshold"} | overrides
     return replace(options or DecodingOptions(), **overrides)
 
 

@@ -8,17 +8,21 @@ from mars.errors import UserError
 
 
 def resolve_window(options: DecodingOptions, mars: MarsConfig | None) -> int:
-    """Return the masks per forward: 0 in the AR mode, never more than were trained.
+    """Return the masks per group: 0 where none are of use, never more than were trained.
+
+    A plain AR model has no use for masks; its exact mode drafts from n-grams alone.
 
     Raises:
         UserError: the window is larger than the trained block, or nothing was trained at all.
     """
-    if options.is_ar:
+    if options.is_ar or options.window == 0:
         return 0
     if mars is None:
+        if options.mode == "exact" and options.window is None:
+            return 0
         raise UserError(
-            "This is a plain AR model: it was not trained to predict from masks. Use mode 'ar', "
-            "or train it first with `mars train`."
+            "This is a plain AR model: it was not trained to predict from masks. Use mode 'exact' "
+            "without a window, or train it first with `mars train`."
         )
     window = mars.block_size if options.window is None else options.window
     if window > mars.block_size:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from mars.decoding.request import Progress, Request, Result
+from mars.decoding.request import Progress, Request, Result, TokenLogprob
 from mars.decoding.sampling import History
-from mars.decoding.step import StepParams, decide
+from mars.decoding.step import Decision, StepParams, decide
 from mars.engine.runner import Runner
 
 
@@ -28,6 +28,8 @@ class Event:
     """New text; may be empty."""
     token_ids: list[int]
     """Newly committed tokens, at least one."""
+    logprobs: list[TokenLogprob] | None
+    """One per new token, if they were asked for."""
     result: Result | None
     """Set by the last event of a request."""
 
@@ -54,7 +56,8 @@ def decode(
     Args:
         model: a stock causal language model in eval mode.
         requests: valid for this model (`generate` sees to that).
-        mask_token_id: needed if any request has a window; never committed.
+        mask_token_id: fed at masks, never committed; None for a model without one, and for an
+            adapter with embeddings of its own.
         batch_size: rows that run together. A row that ends makes room for the next request.
         prefill_chunk: longest stretch of a prompt that one forward reads.
     """
@@ -109,13 +112,13 @@ class _Decoder:
         """Step the rows from `first` on."""
         rows = self._rows[first:]
         progress = [row.progress for row in rows]
-        # All rows get as many masks as one of them wants: instead of padding, at no cost.
-        num_masks = max(row.max_drafts for row in progress)
-        logits = self._runner.forward(first, [row.tokens for row in progress], num_masks)
-        params = self._params_of(rows, logits)
-        histories = self._histories_of(rows, logits) if params.has_penalties else []
-        committed = decide(logits, progress, params, histories, self._mask_token_id)
-        events = [_commit(row, tokens) for row, tokens in zip(rows, committed, strict=True)]
+        plans = [row.plan() for row in progress]
+        real, masks = self._runner.forward(first, [row.tokens for row in progress], plans)
+        params = self._params_of(rows, real)
+        histories = self._histories_of(rows, real) if params.has_penalties else []
+        decisions = decide(real, masks, progress, plans, params, histories, self._mask_token_id)
+        self._runner.keep(first, [decision.num_accepted for decision in decisions])
+        events = [_commit(row, decision) for row, decision in zip(rows, decisions, strict=True)]
         self._drop_finished()
         return events
 
@@ -142,11 +145,11 @@ class _Decoder:
                     self._rows[number] = last
 
 
-def _commit(row: _Row, tokens: list[int]) -> Event:
+def _commit(row: _Row, decision: Decision) -> Event:
     """Append the tokens of one forward to a row and tell the news."""
     progress = row.progress
-    before = len(progress.tokens)
-    text = progress.commit(tokens)
+    before, logprobs_before = len(progress.tokens), len(progress.logprobs)
+    text = progress.commit(decision.tokens, decision.drafts, decision.logprobs)
     kept = progress.tokens[before:]
     if row.history is not None:
         row.history.add(torch.tensor([kept], device=row.history.count_BV.device))
@@ -155,4 +158,11 @@ def _commit(row: _Row, tokens: list[int]) -> Event:
     result = None
     if progress.is_finished:
         result = progress.result(row.first_tokens - row.started, now - row.first_tokens)
-    return Event(index=row.index, text=text, token_ids=kept, result=result)
+    asked = progress.request.options.logprobs is not None
+    return Event(
+        index=row.index,
+        text=text,
+        token_ids=kept,
+        logprobs=progress.logprobs[logprobs_before:] if asked else None,
+        result=result,
+    )

@@ -7,10 +7,12 @@ from typing import Literal, get_args
 
 from mars.errors import UserError
 
-Mode = Literal["ar", "threshold"]
+Mode = Literal["exact", "threshold", "ar"]
+Layout = Literal["linear", "partial", "full"]
 Confidence = Literal["probability", "entropy", "margin"]
 
 MIN_TEMPERATURE = 1e-3
+MOST_LOGPROBS = 20
 _INT64 = 1 << 63
 
 
@@ -22,17 +24,29 @@ class DecodingOptions:
         UserError: a value is of the wrong type or outside its range; the message names the field.
     """
 
-    mode: Mode = "threshold"
-    """`ar`: one token per forward. `threshold`: also commit drafts the model is sure of."""
+    mode: Mode = "exact"
+    """`ar`: one token per forward. `exact`: drafts are verified by the next forward, so the text is
+    that of `ar`. `threshold`: commit drafts the model is sure of; faster, but changes the text."""
+    window: int | None = None
+    """Masks per group (W); None takes the checkpoint's block size."""
     threshold: float | None = 0.9
-    """tau. None is the AR mode; so is a probability or a margin of 1 or more."""
+    """tau of the threshold mode. None is the AR mode; so is a probability or a margin >= 1."""
     confidence: Confidence = "probability"
     """What tau is compared with: top-1 probability (>=), entropy in nats (<=), p1 - p2 (>=).
 
     Of the model's distribution after bias and penalties, before temperature and filters: tau means
     the same for greedy and sampled text."""
-    window: int | None = None
-    """Masks per forward (W); None takes the checkpoint's block size."""
+    layout: Layout = "full"
+    """Which outcomes of a verification the exact mode has masks for: `linear` only for the one
+    that all drafts are right, `full` for every number of right drafts, `partial` for the
+    `max_groups` most likely numbers."""
+    max_groups: int = 3
+    """Most groups of masks per forward in the partial layout."""
+    ngram: bool = True
+    """Whether the exact mode also drafts what followed the last time the text read as now."""
+    draft_threshold: float = 0.0
+    """In the exact mode, cut drafts that are right with less than this probability, as far as the
+    confidences of the draft and those before it tell. 0 keeps all."""
     max_new_tokens: int = 256
     """Most tokens to generate, end-of-sequence included."""
     stop: tuple[str, ...] = ()
@@ -59,13 +73,22 @@ class DecodingOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these token ids."""
     seed: int = 0
-    """Noise of the sampler; the same seed gives the same text in any batch and mode."""
+    """Noise of the sampler; the same seed gives the same text in any batch, in `ar` and `exact`."""
+    logprobs: int | None = None
+    """Return the log-probability of every token, and of this many most likely ones in its place,
+    under the distribution of `ar`: the model's after bias and penalties, before temperature and
+    filters. Not in the threshold mode, which has no such distribution of its drafts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple(self.stop_token_ids))
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("confidence", self.confidence, get_args(Confidence))
+        _check_choice("layout", self.layout, get_args(Layout))
+        _check_int("max_groups", self.max_groups, low=1)
+        _check_float("draft_threshold", self.draft_threshold, low=0.0, high=1.0)
+        if not isinstance(self.ngram, bool):
+            raise UserError(f"ngram must be true or false; got {self.ngram!r}.")
         if self.threshold is not None:
             _check_float("threshold", self.threshold, low=0.0)
         if self.window is not None:
@@ -84,10 +107,19 @@ class DecodingOptions:
             _check_int("logit_bias key", token_id, low=0)
             _check_float(f"logit_bias[{token_id}]", bias)
         _check_int("seed", self.seed, low=-_INT64, high=_INT64 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, low=0, high=MOST_LOGPROBS)
+            if self.mode == "threshold" and not self.is_ar:
+                raise UserError(
+                    "logprobs are those of the AR distribution, which mode 'threshold' does not "
+                    "compute for the drafts it commits. Use mode 'exact' or 'ar'."
+                )
 
     @property
     def is_ar(self) -> bool:
-        """Whether no draft can ever be committed: the AR mode, by name or by threshold."""
+        """Whether no draft can ever be committed, whatever the model: the AR mode by any name."""
+        if self.mode == "exact":
+            return self.window == 0 and not self.ngram
         if self.mode == "ar" or self.threshold is None or self.window == 0:
             return True
         return self.confidence != "entropy" and self.threshold >= 1.0

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mars.decoding.options import DecodingOptions
+from mars.decoding.drafts import MOST_NGRAM_DRAFTS, Draft, NgramIndex
+from mars.decoding.options import DecodingOptions, Mode
+from mars.decoding.plan import RowPlan, plan_exact, plan_threshold
 from mars.decoding.stop import Decode, FinishReason, StopChecker, StopRules
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -29,7 +31,7 @@ class Request:
     options: DecodingOptions
     """How to decode it."""
     window: int
-    """Masks per forward (W); 0 is the AR mode."""
+    """Masks per group (W); 0: no masks."""
     end_ids: frozenset[int]
     """Token ids that end the text."""
     decode: Decode
@@ -38,6 +40,30 @@ class Request:
     """Applied to the raw logits of every position, before everything else."""
     stop_hook: StopHook | None = None
     """Asked after every committed token."""
+
+    @property
+    def mode(self) -> Mode:
+        """`ar` if no draft can be committed, whatever was asked for."""
+        has_drafts = self.window > 0 or (self.options.mode == "exact" and self.options.ngram)
+        return self.options.mode if has_drafts and not self.options.is_ar else "ar"
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that one forward commits at most."""
+        if self.mode == "exact" and self.options.ngram:
+            return max(self.window, MOST_NGRAM_DRAFTS)
+        return self.window if self.mode != "ar" else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probabilities (nats) at one place of an answer, under the distribution of `ar`."""
+
+    token_id: int
+    """The token that was chosen."""
+    logprob: float
+    top: dict[int, float]
+    """The most likely tokens, likeliest first; the chosen one need not be among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +81,15 @@ class Result:
     """`stop`: an end token or a stop string; `length`: max_new_tokens."""
     stop_reason: int | str | None
     """The token id or the stop string that ended it."""
-    mode: str
-    """`ar` if no draft could be committed, whatever was asked for; else `threshold`."""
+    mode: Mode
+    """`ar` if no draft could be committed, whatever was asked for."""
     forwards: int
     """Forwards that committed tokens of this row; those that only read the prompt do not."""
     tokens_per_forward: float
     acceptance_histogram: list[int]
-    """Entry k: forwards that committed k tokens, k = 0 .. window + 1."""
+    """Entry k: forwards that committed k tokens, k = 0 .. 1 + the most drafts of a forward."""
+    logprobs: list[TokenLogprob] | None
+    """One per token, if they were asked for."""
     prefill_seconds: float
     """From the start of this row to its first tokens."""
     decode_seconds: float
@@ -78,12 +106,17 @@ class Progress:
         tokens: prompt and answer; the decoder feeds from here.
         stop: decides when the text ends.
         histogram: forwards by number of committed tokens.
+        drafts: what the masks of the last forward predict to come next.
+        logprobs: of the tokens of the answer, if they were asked for.
     """
 
     request: Request
     tokens: list[int] = field(init=False)
     stop: StopChecker = field(init=False)
     histogram: list[int] = field(init=False)
+    drafts: Sequence[Draft] = field(default=(), init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
+    _ngrams: NgramIndex | None = field(init=False)
     _pieces: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -95,25 +128,53 @@ class Progress:
         )
         self.tokens = list(self.request.prompt_ids)
         self.stop = StopChecker(rules, self.request.decode)
-        self.histogram = [0] * (self.request.window + 2)
+        self.histogram = [0] * (self.request.most_drafts + 2)
+        has_ngrams = self.request.mode == "exact" and options.ngram
+        self._ngrams = NgramIndex(self.tokens) if has_ngrams else None
 
     @property
     def is_finished(self) -> bool:
         """Whether the text has ended."""
         return self.stop.finish_reason is not None
 
-    @property
-    def max_drafts(self) -> int:
-        """Drafts the next forward may commit: one token comes without, and the budget is kept."""
-        budget = self.request.options.max_new_tokens - self.stop.num_tokens
-        return min(self.request.window, budget - 1)
+    def plan(self) -> RowPlan:
+        """Plan the next forward."""
+        options, window = self.request.options, self.request.window
+        budget = options.max_new_tokens - self.stop.num_tokens
+        if self.request.mode == "ar":
+            return RowPlan()
+        if self.request.mode == "threshold":
+            return plan_threshold(window=window, budget=budget)
+        return plan_exact(
+            self.drafts,
+            self._ngrams.draft(budget - 1) if self._ngrams else (),
+            window=window,
+            budget=budget,
+            layout=options.layout,
+            max_groups=options.max_groups,
+            draft_threshold=options.draft_threshold,
+        )
 
-    def commit(self, tokens: Sequence[int]) -> str:
-        """Append the tokens of one forward up to the end of the text; return the new text."""
+    def commit(
+        self,
+        tokens: Sequence[int],
+        drafts: Sequence[Draft] = (),
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> str:
+        """Append the tokens of one forward up to the end of the text; return the new text.
+
+        Args:
+            tokens: at least one.
+            drafts: what comes next, by the masks of that forward.
+            logprobs: of the tokens, or none.
+        """
         before = len(self.tokens)
         text = "".join(self._push(token) for token in tokens if not self.is_finished)
-        self.histogram[len(self.tokens) - before] += 1
+        kept = len(self.tokens) - before
+        self.histogram[kept] += 1
         self._pieces.append(text)
+        self.drafts = drafts
+        self.logprobs += logprobs[:kept]
         return text
 
     def result(self, prefill_seconds: float, decode_seconds: float) -> Result:
@@ -129,10 +190,11 @@ class Progress:
             token_ids=token_ids,
             finish_reason=self.stop.finish_reason,
             stop_reason=self.stop.stop_reason,
-            mode="threshold" if self.request.window else "ar",
+            mode=self.request.mode,
             forwards=forwards,
             tokens_per_forward=len(token_ids) / forwards,
             acceptance_histogram=self.histogram,
+            logprobs=None if self.request.options.logprobs is None else self.logprobs,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             seconds=prefill_seconds + decode_seconds,
@@ -140,5 +202,7 @@ class Progress:
 
     def _push(self, token: int) -> str:
         self.tokens.append(token)
+        if self._ngrams is not None:
+            self._ngrams.push(token)
         hook = self.request.stop_hook
         return self.stop.push(token, last=hook is not None and hook(self.tokens))

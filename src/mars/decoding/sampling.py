@@ -93,8 +93,8 @@ class History:
         )
 
     def add(self, tokens_BC: torch.Tensor) -> None:
-        """Count generated tokens (int64), in place."""
-        self.count_BV.scatter_add_(1, tokens_BC, torch.ones_like(tokens_BC, dtype=torch.float32))
+        """Count generated tokens (int64; negative ones are none), in place."""
+        self.count_BV.scatter_add_(1, tokens_BC.clamp(min=0), (tokens_BC >= 0).float())
 
 
 def penalise(
@@ -111,6 +111,25 @@ def penalise(
     if history is not None:
         logits = _apply_penalties(logits.float(), params, history)
     return logits
+
+
+def log_probabilities(
+    penalised_BCV: torch.Tensor, choice_BC: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probabilities in nats of the choices and of the most likely tokens.
+
+    Args:
+        penalised_BCV: result of `penalise`.
+        choice_BC: int64.
+        num_top: N, how many of the most likely tokens.
+
+    Returns:
+        float32 (B, C) of the choices, float32 (B, C, N) of the top tokens in falling order, and
+        their ids, int64 (B, C, N).
+    """
+    log_BCV = penalised_BCV.float().log_softmax(-1)
+    top = log_BCV.topk(num_top, dim=-1)
+    return log_BCV.gather(-1, choice_BC[..., None])[..., 0], top.values, top.indices
 
 
 def filter_logits(logits_BCV: torch.Tensor, params: SamplingParams) -> torch.Tensor:

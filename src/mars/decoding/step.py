@@ -1,17 +1,31 @@
 """One decoding step, decided: from the logits of B rows to the tokens they commit.
 
-Shapes: B rows, C = W + 1 columns (the AR token and W drafts), V vocabulary.
+Shapes: B rows; C = K + 1 real columns, right-aligned (the last committed token and K drafts);
+M mask columns; W masks of one group; V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mars.decoding.accept import is_confident, leading_run
+from mars.decoding.accept import confidence, is_confident, leading_run
+from mars.decoding.drafts import Draft
 from mars.decoding.options import Confidence
-from mars.decoding.request import Progress, Request
-from mars.decoding.sampling import MINUS_INFINITY, History, SamplingParams, choose, penalise
+from mars.decoding.plan import RowPlan, pad_groups
+from mars.decoding.request import Progress, Request, TokenLogprob
+from mars.decoding.sampling import (
+    MINUS_INFINITY,
+    History,
+    SamplingParams,
+    choose,
+    log_probabilities,
+    penalise,
+)
+from mars.decoding.verify import align_right, count_accepted, find_group, take_group
+
+# (number of the row, column) -> all tokens before the one that the column predicts; None: padding.
+_Prefix = Callable[[int, int], list[int] | None]
 
 
 @dataclass(slots=True)
@@ -20,10 +34,11 @@ class StepParams:
 
     sampling: SamplingParams
     threshold_B1: torch.Tensor
-    rows_of_metric: dict[Confidence, torch.Tensor]  # metric -> int64 row numbers
+    rows_of_metric: dict[Confidence, torch.Tensor]  # rows of the threshold mode, by their metric
+    num_logprobs: int | None
     has_penalties: bool
     one_by_one: bool
-    """Whether a column's logits depend on the choice in the columns before it."""
+    """Whether a column's logits depend on the tokens chosen before it."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocabulary: int, device: torch.device) -> "StepParams":
@@ -31,100 +46,302 @@ class StepParams:
         options = [request.options for request in requests]
         metrics: dict[Confidence, list[int]] = {}
         for row, request in enumerate(requests):
-            if request.window:
+            if request.mode == "threshold":
                 metrics.setdefault(request.options.confidence, []).append(row)
         has_penalties = any(o.has_penalties for o in options)
+        asked = [o.logprobs for o in options if o.logprobs is not None]
         return cls(
             sampling=SamplingParams.of(options, vocabulary, device),
             threshold_B1=torch.tensor([[o.threshold or 0.0] for o in options], device=device),
             rows_of_metric={
                 metric: torch.tensor(rows, device=device) for metric, rows in metrics.items()
             },
+            num_logprobs=min(max(asked), vocabulary) if asked else None,
             has_penalties=has_penalties,
             one_by_one=has_penalties or any(r.logits_hook is not None for r in requests),
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What one step means for one row."""
+
+    tokens: list[int]
+    """To commit, one at least."""
+    num_accepted: int
+    """Drafts that were fed and turned out right; they are the first of `tokens`."""
+    drafts: list[Draft]
+    """What masks predict to come after `tokens`."""
+    logprobs: list[TokenLogprob]
+    """One per token; empty if not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What the functions below share: the rows and, as tensors, what they fed."""
+
+    rows: Sequence[Progress]
+    plans: Sequence[RowPlan]
+    params: StepParams
+    histories: Sequence[History]
+    length_B: torch.Tensor  # committed tokens
+    num_drafts_B: torch.Tensor
+    window_B: torch.Tensor
+    group_BG: torch.Tensor
+    draft_BK: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Progress],
+        plans: Sequence[RowPlan],
+        params: StepParams,
+        histories: Sequence[History],
+        device: torch.device,
+    ) -> "_Step":
+        """Bring the plans to the device in one transfer."""
+        table = [[len(r.tokens), len(p.drafts), p.window] for r, p in zip(rows, plans, strict=True)]
+        parts = [torch.tensor(table), pad_groups(plans), align_right([p.drafts for p in plans])]
+        counts, groups, drafts = (
+            torch.cat(parts, dim=1).to(device).split([part.shape[1] for part in parts], dim=1)
+        )
+        length_B, num_drafts_B, window_B = counts.unbind(1)
+        return cls(
+            rows=rows,
+            plans=plans,
+            params=params,
+            histories=histories,
+            length_B=length_B,
+            num_drafts_B=num_drafts_B,
+            window_B=window_B,
+            group_BG=groups,
+            draft_BK=drafts,
+        )
+
+    def history(self) -> History | None:
+        """Return a fresh copy of what the rows' penalties look at."""
+        return History.stack(self.histories) if self.histories else None
+
+
 def decide(
-    logits_BCV: torch.Tensor,
+    real_BCV: torch.Tensor,
+    mask_BMV: torch.Tensor,
     rows: Sequence[Progress],
+    plans: Sequence[RowPlan],
     params: StepParams,
     histories: Sequence[History],
     mask_token_id: int | None,
-) -> list[list[int]]:
-    """Choose every column's token and return, for each row, those to commit (one at least).
+) -> list[Decision]:
+    """Verify the drafts of every row, and read the masks that stand behind the last right one.
 
     The only place where the host waits for the device.
 
     Args:
-        logits_BCV: as the runner returns them; overwritten at the mask token.
+        real_BCV: as the runner returns them; overwritten at the mask token.
+        mask_BMV: same.
         rows: the rows' state; read only.
+        plans: what they fed.
         params: the rows' settings.
         histories: what penalties look at, one per row; empty if there are no penalties.
         mask_token_id: never chosen, and no part of any distribution.
     """
     if mask_token_id is not None:
-        logits_BCV[..., mask_token_id] = MINUS_INFINITY
-    device = logits_BCV.device
-    columns = torch.arange(logits_BCV.shape[1], device=device)
-    position_BC = torch.tensor([[len(row.tokens)] for row in rows], device=device) + columns
-    if params.one_by_one:
-        choice_BC, confident_BD = _one_by_one(logits_BCV, position_BC, rows, params, histories)
-    else:
-        logits_BCV = penalise(logits_BCV, params.sampling)
-        choice_BC = choose(logits_BCV, params.sampling, position_BC)
-        confident_BD = _confident(logits_BCV[:, 1:], params)
-    limit_B = torch.tensor([row.max_drafts for row in rows], device=device)
-    committed_B = 1 + leading_run(confident_BD, limit_B)
-    plan = torch.cat([committed_B[:, None], choice_BC], dim=1).tolist()
-    return [tokens[:committed] for committed, *tokens in plan]
+        real_BCV[..., mask_token_id] = MINUS_INFINITY
+        mask_BMV[..., mask_token_id] = MINUS_INFINITY
+    step = _Step.of(rows, plans, params, histories, real_BCV.device)
+    # 1. What `ar` would say at every real column.
+    choice_BC, penalised_BCV = _choose_real(step, real_BCV)
+    # 2. Drafts that equal it are right. One more token is known: the choice after the last of them.
+    accepted_B = count_accepted(choice_BC, step.draft_BK)
+    parts = {"accepted": accepted_B[:, None], "choice": choice_BC}
+    # 3. What the masks say that stood there.
+    if mask_BMV.shape[1]:
+        parts |= _read_masks(step, mask_BMV, choice_BC, accepted_B)
+    if params.num_logprobs is not None:
+        chosen, top, ids = log_probabilities(penalised_BCV, choice_BC, params.num_logprobs)
+        parts |= {"logprob": chosen, "top_logprob": top.flatten(1), "top_id": ids.flatten(1)}
+    # 4. To the host, and row by row.
+    on_host = _to_host(parts)
+    return [
+        _decision(plan, row.request, {name: values[index] for name, values in on_host.items()})
+        for index, (row, plan) in enumerate(zip(rows, plans, strict=True))
+    ]
 
 
-def _one_by_one(
+def _choose_real(step: _Step, real_BCV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose at the real columns; every one sees the drafts before it as if they were committed."""
+    most_drafts = step.draft_BK.shape[1]
+    column_C = torch.arange(-most_drafts, 1, device=real_BCV.device)
+    position_BC = (step.length_B + step.num_drafts_B)[:, None] + column_C
+
+    def prefix(index: int, column: int) -> list[int] | None:
+        drafts = step.plans[index].drafts
+        seen = column - (most_drafts - len(drafts))
+        return None if seen < 0 else [*step.rows[index].tokens, *drafts[:seen]]
+
+    # Columns of padding, before the last token, may have positions below 0.
+    return _choose_columns(
+        step, real_BCV, position_BC.clamp(min=0), step.history(), prefix, step.draft_BK
+    )
+
+
+def _read_masks(
+    step: _Step, mask_BMV: torch.Tensor, choice_BC: torch.Tensor, accepted_B: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Choose at the masks of the group of each row's accept length.
+
+    Returns:
+        `num_masks` (B, 1), 0 for rows without such a group; `num_sure` (B, 1), how many of them
+        pass the threshold; the `draft` tokens (B, W) and their top-1 `probability` (B, W).
+    """
+    device = mask_BMV.device
+    group_B, has_group_B = find_group(accepted_B, step.group_BG)
+    num_masks_B = step.window_B * has_group_B
+    width = max(plan.window for plan in step.plans)
+    mask_BWV = take_group(mask_BMV, group_B, step.window_B, width)
+    # By now the right drafts are known, and the token after them.
+    end_B1 = (step.draft_BK.shape[1] - step.num_drafts_B + accepted_B)[:, None]
+    next_B1 = choice_BC.gather(1, end_B1)
+    history = step.history()
+    if history is not None:
+        is_wrong_BK = torch.arange(step.draft_BK.shape[1], device=device) >= end_B1
+        history.add(step.draft_BK.masked_fill(is_wrong_BK, -1))
+        history.add(next_B1)
+    position_BW = (step.length_B + accepted_B + 1)[:, None] + torch.arange(width, device=device)
+    known = torch.cat([num_masks_B[:, None], accepted_B[:, None], next_B1], dim=1)
+    prefix = _mask_prefix(step, known) if _has_hooks(step) else None
+    token_BW, penalised_BWV = _choose_columns(step, mask_BWV, position_BW, history, prefix)
+    sure_B = leading_run(_passes(penalised_BWV, step.params), num_masks_B)
+    return {
+        "num_masks": num_masks_B[:, None],
+        "num_sure": sure_B[:, None],
+        "draft": token_BW,
+        "probability": confidence(penalised_BWV, "probability"),
+    }
+
+
+def _mask_prefix(step: _Step, known_B3: torch.Tensor) -> _Prefix:
+    """Know on the host what was verified: only hooks, which run there, need it so early."""
+    known = known_B3.tolist()
+
+    def prefix(index: int, column: int) -> list[int] | None:
+        num_masks, accepted, following = known[index]
+        if column >= num_masks:
+            return None
+        return [*step.rows[index].tokens, *step.plans[index].drafts[:accepted], following]
+
+    return prefix
+
+
+def _choose_columns(
+    step: _Step,
     logits_BCV: torch.Tensor,
     position_BC: torch.Tensor,
-    rows: Sequence[Progress],
-    params: StepParams,
-    histories: Sequence[History],
+    history: History | None,
+    prefix: _Prefix | None,
+    follows_BK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Go through the columns, each seeing the choices before it as if they were committed."""
-    history = History.stack(histories) if histories else None
-    choice_BC = position_BC.new_empty(position_BC.shape)
-    confident = []
+    """Choose a token per column; where that depends on earlier tokens, column by column.
+
+    Args:
+        step: the rows.
+        logits_BCV: outputs of the model.
+        position_BC: of the tokens to choose.
+        history: what penalties look at before the first column; is changed.
+        prefix: tokens before a column, as far as they were known before.
+        follows_BK: tokens between the columns (-1: none); None: what is chosen here.
+
+    Returns:
+        The choices (B, C), and the logits after hooks, bias and penalties.
+    """
+    params = step.params
+    if not params.one_by_one:
+        penalised_BCV = penalise(logits_BCV, params.sampling)
+        return choose(penalised_BCV, params.sampling, position_BC), penalised_BCV
+    choice_BC = torch.empty_like(position_BC)
+    penalised = [logits_BCV[:, :0]]
     for column in range(logits_BCV.shape[1]):
         here = slice(column, column + 1)
-        logits_B1V = _apply_hooks(logits_BCV[:, here], rows, choice_BC[:, :column])
-        logits_B1V = penalise(logits_B1V, params.sampling, history)
-        choice_BC[:, here] = choose(logits_B1V, params.sampling, position_BC[:, here])
+        chosen_BD = choice_BC[:, : column if follows_BK is None else 0]
+        logits_B1V = _apply_hooks(step, logits_BCV[:, here], column, prefix, chosen_BD)
+        penalised.append(penalise(logits_B1V, params.sampling, history))
+        choice_BC[:, here] = choose(penalised[-1], params.sampling, position_BC[:, here])
         if history is not None:
-            history.add(choice_BC[:, here])
-        if column:
-            confident.append(_confident(logits_B1V, params))
-    return choice_BC, torch.cat([*confident, choice_BC.new_empty(len(rows), 0).bool()], dim=1)
+            history.add((choice_BC if follows_BK is None else follows_BK)[:, here])
+    return choice_BC, torch.cat(penalised, dim=1)
+
+
+def _has_hooks(step: _Step) -> bool:
+    return any(row.request.logits_hook is not None for row in step.rows)
 
 
 def _apply_hooks(
-    logits_B1V: torch.Tensor, rows: Sequence[Progress], drafts_BD: torch.Tensor
+    step: _Step,
+    logits_B1V: torch.Tensor,
+    column: int,
+    prefix: _Prefix | None,
+    chosen_BD: torch.Tensor,
 ) -> torch.Tensor:
-    if all(row.request.logits_hook is None for row in rows):
+    if prefix is None or not _has_hooks(step):
         return logits_B1V
     logits_B1V = logits_B1V.float()
-    for index, row in enumerate(rows):
-        if row.request.logits_hook is not None:
-            tokens = row.tokens + drafts_BD[index].tolist()
-            logits_B1V[index, 0] = row.request.logits_hook(tokens, logits_B1V[index, 0])
+    for index, row in enumerate(step.rows):
+        hook = row.request.logits_hook
+        if hook is not None and (tokens := prefix(index, column)) is not None:
+            tokens += chosen_BD[index].tolist()
+            logits_B1V[index, 0] = hook(tokens, logits_B1V[index, 0])
     return logits_B1V
 
 
-def _confident(drafts_BDV: torch.Tensor, params: StepParams) -> torch.Tensor:
-    """Compare every draft's distribution with its row's threshold; AR rows are never confident.
+def _passes(penalised_BWV: torch.Tensor, params: StepParams) -> torch.Tensor:
+    """Compare the masks of rows in the threshold mode with tau; those of others never pass.
 
     The distribution is that of `penalise`: tau means the same at every temperature and with
     every filter. (`top_k=1` would otherwise make every draft certain.)
     """
-    rows, num_drafts = drafts_BDV.shape[:2]
-    confident_BD = torch.zeros(rows, num_drafts, dtype=torch.bool, device=drafts_BDV.device)
-    for metric, index in params.rows_of_metric.items() if num_drafts else ():
+    passes_BW = torch.zeros(penalised_BWV.shape[:2], dtype=torch.bool, device=penalised_BWV.device)
+    for metric, index in params.rows_of_metric.items():
         threshold = params.threshold_B1[index]
-        confident_BD[index] = is_confident(drafts_BDV[index], threshold, metric)
-    return confident_BD
+        passes_BW[index] = is_confident(penalised_BWV[index], threshold, metric)
+    return passes_BW
+
+
+def _to_host(parts: dict[str, torch.Tensor]) -> dict[str, list[list]]:
+    """Transfer (B, n) tensors of several types at once; float64 holds every value of them."""
+    packed = torch.cat([part.double() for part in parts.values()], dim=1).cpu()
+    split = packed.split([part.shape[1] for part in parts.values()], dim=1)
+    return {
+        name: (values if part.is_floating_point() else values.long()).tolist()
+        for (name, part), values in zip(parts.items(), split, strict=True)
+    }
+
+
+def _decision(plan: RowPlan, request: Request, values: dict[str, list]) -> Decision:
+    """Put together what the columns of one row mean."""
+    (num_accepted,) = values["accepted"]
+    first = len(values["choice"]) - 1 - len(plan.drafts)
+    said = range(first, first + num_accepted + 1)
+    tokens, drafts = [values["choice"][column] for column in said], []
+    if "draft" in values:
+        (num_masks,), (num_sure,) = values["num_masks"], values["num_sure"]
+        drafts = [*map(Draft, values["draft"][:num_masks], values["probability"])]
+        # Of the threshold mode, what passes is said, and the rest is nothing to go on with.
+        if request.mode == "threshold":
+            tokens, drafts = tokens + values["draft"][:num_sure], []
+    num_top = request.options.logprobs
+    return Decision(
+        tokens=tokens,
+        num_accepted=num_accepted,
+        drafts=drafts,
+        logprobs=[] if num_top is None else [_token_logprob(values, c, num_top) for c in said],
+    )
+
+
+def _token_logprob(values: dict[str, list], column: int, num_top: int) -> TokenLogprob:
+    stride = len(values["top_id"]) // len(values["choice"])
+    top = slice(column * stride, column * stride + min(num_top, stride))
+    return TokenLogprob(
+        token_id=values["choice"][column],
+        logprob=values["logprob"][column],
+        top=dict(zip(values["top_id"][top], values["top_logprob"][top], strict=True)),
+    )

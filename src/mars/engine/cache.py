@@ -1,8 +1,8 @@
 """The KV cache: slot = position, rollback = forgetting.
 
 Every row owns the slots 0, 1, 2, ... of its stretch of the cache, and a token's keys and values
-lie in the slot of its position. A row that takes tokens back needs to do nothing: the slots
-beyond its length are invisible until they are written again.
+lie in the slot of its position; masks lie behind the last token. A row that takes tokens back
+needs to do nothing: the slots beyond its length are invisible until they are written again.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Feed committed tokens and masks to a model; keep track of what its cache holds.
+"""Feed committed tokens, drafts and masks to a model; keep track of what its cache holds.
 
-Shapes: B rows of this call, T columns fed, W masks, K slots, V vocabulary.
+Shapes: B rows of this call, C real output columns, M mask columns, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mars.compat import attention_implementation, cached_forward, register_attention
+from mars.decoding.plan import RowPlan, lay_out
 from mars.engine.attention import grouped_attention
 from mars.engine.cache import SlotCache
+from mars.gated import mask_columns
 
 ATTENTION = "mars"
 _SLACK_SLOTS = 64
@@ -38,7 +40,11 @@ class Runner:
         mask_token_id: int | None = None,
         prefill_chunk: int = 512,
     ) -> None:
-        """Prepare for sequences of at most `max_positions` tokens, masks included."""
+        """Prepare for sequences of at most `max_positions` tokens.
+
+        `mask_token_id` is None for models without masks, and for those whose adapter replaces the
+        embedding at mask columns.
+        """
         self.model = model
         self.cached: list[int] = []
         self.cache = SlotCache(num_rows, 0)
@@ -60,66 +66,73 @@ class Runner:
         self.cached.pop()
 
     @torch.no_grad()
-    def forward(self, first: int, tokens: Sequence[list[int]], num_masks: int) -> torch.Tensor:
-        """Run the tokens that are not cached yet, followed by masks.
+    def forward(
+        self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the tokens that are not cached yet, followed by drafts and masks.
 
-        Afterwards the cache holds all the tokens; the masks have left no trace.
+        Afterwards the cache holds all the tokens; drafts and masks have left no trace, unless
+        `keep` says that drafts were right.
 
         Args:
             first: number of the first row; the others follow it.
-            tokens: each row's sequence, with at least one token that is not cached.
-            num_masks: W, masks to append to every row.
+            tokens: each row's committed tokens, at least one of them not cached.
+            plans: drafts and masks of each row (`mars.decoding.plan`).
 
         Returns:
-            (B, W + 1, V): logits of the last token and of the masks. Column j is the
-            distribution of the token at position len(tokens) + j.
+            Logits of the real columns (B, C, V), right-aligned: the last token and its drafts; and
+            of the mask columns (B, M, V), left-aligned, group by group.
         """
         # 1. Long stretches (prompts) go in chunks whose logits nobody needs.
-        while max(self._pending(first, tokens)) + num_masks > max(self._chunk, num_masks + 1):
+        while (longest := max(self._pending(first, tokens))) > 1:
+            if longest + max(len(plan.drafts) + plan.num_masks for plan in plans) <= self._chunk:
+                break
             counts = [min(n - 1, self._chunk) for n in self._pending(first, tokens)]
-            self._feed(first, tokens, counts, num_masks=0)
-        # 2. The rest, and the masks.
-        return self._feed(first, tokens, self._pending(first, tokens), num_masks)
+            ends = [n + start for n, start in zip(counts, self.cached[first:], strict=False)]
+            chunks = [row[:end] for row, end in zip(tokens, ends, strict=True)]
+            self._feed(first, chunks, [RowPlan()] * len(chunks))
+        # 2. The rest, drafts and masks.
+        return self._feed(first, tokens, plans)
+
+    def keep(self, first: int, num_drafts: Sequence[int]) -> None:
+        """Keep the first drafts of each row of the last forward: they were committed."""
+        for row, count in enumerate(num_drafts, start=first):
+            self.cached[row] += count
 
     def _pending(self, first: int, tokens: Sequence[list[int]]) -> list[int]:
         return [len(row) - cached for row, cached in zip(tokens, self.cached[first:], strict=False)]
 
     def _feed(
-        self, first: int, tokens: Sequence[list[int]], counts: list[int], num_masks: int
-    ) -> torch.Tensor:
-        """Feed `counts[b]` tokens of row b, right-aligned, then the masks."""
+        self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = slice(first, first + len(tokens))
-        columns = max(counts) + num_masks
-        starts = self.cached[rows]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        fed = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
-        masks = [self._mask] * num_masks
-        input_ids = [[0] * (columns - num_masks - len(part)) + part + masks for part in fed]
-
-        device = self.model.device
-        position = torch.tensor(ends, device=device)[:, None] + num_masks - columns
-        position = position + torch.arange(columns, device=device)
-        is_padding = position < torch.tensor(starts, device=device)[:, None]
-        # Only masks that their row is going to ignore can lie beyond the last position.
-        position = position.clamp(max=self._max_positions - 1)
-        num_visible = min(max(ends) + num_masks, self._max_positions)
-        self._reserve(num_visible)
-        self.cache.prepare(rows, position.masked_fill(is_padding, -1), num_visible)
-        position = position.masked_fill(is_padding, 0)
-        visible = torch.arange(num_visible, device=device) <= position[:, None, :, None]
-        with attention_implementation(self.model, ATTENTION):
+        columns = lay_out(
+            tokens,
+            plans,
+            self.cached[rows],
+            mask_token_id=self._mask,
+            max_positions=self._max_positions,
+        ).to(self.model.device)
+        self._reserve(columns.num_slots)
+        self.cache.prepare(rows, columns.slot_BT, columns.num_slots)
+        num_masks = columns.token_BT.shape[1] - columns.num_real
+        offset_BM = columns.offset_BT[:, columns.num_real :]
+        with (
+            attention_implementation(self.model, ATTENTION),
+            mask_columns(self.model, columns.num_real, offset_BM),
+        ):
             logits = cached_forward(
                 self.model,
-                input_ids=torch.tensor(input_ids, device=device),
-                position_ids=position,
-                visible=visible,
+                input_ids=columns.token_BT,
+                position_ids=columns.position_BT,
+                visible=columns.visible(),
                 cache=self.cache,
-                num_logits=num_masks + 1,
+                num_logits=columns.num_outputs + num_masks,
             )
-        self.cached[rows] = ends
-        return logits
+        self.cached[rows] = [len(row) for row in tokens]
+        return logits[:, : columns.num_outputs], logits[:, columns.num_outputs :]
 
     def _reserve(self, num_slots: int) -> None:
         if num_slots > self.cache.num_slots:
             wanted = max(num_slots + _SLACK_SLOTS, int(self.cache.num_slots * _GROWTH))
-            self.cache.reserve(min(wanted, self._max_positions))
+            self.cache.reserve(max(num_slots, min(wanted, self._max_positions)))

@@ -1,0 +1,93 @@
+"""Drafts: guesses at the next tokens, and what to do with guesses of two sources.
+
+Drafts come from masks, or from the text itself: what followed the last time it read as it does
+now (prompt lookup decoding). Nothing here changes what is said, only how fast. Knows no torch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Matches of n tokens, from SHORTEST to LONGEST, are looked for; one of n proposes 2n tokens.
+SHORTEST_MATCH = 2
+LONGEST_MATCH = 4
+MOST_NGRAM_DRAFTS = 2 * LONGEST_MATCH
+# How often a token after a match of n is right, roughly: a prior, for lack of a probability.
+_MATCH_CONFIDENCE = {2: 0.3, 3: 0.5, 4: 0.7}
+
+
+class Draft(NamedTuple):
+    """A guess at a token."""
+
+    token: int
+    confidence: float
+    """Probability that it is right if those before it are."""
+
+
+class NgramIndex:
+    """Remember where every short run of tokens occurred last. O(1) work per token."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens: list[int] = []
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        """Append a token: it follows the n-grams that end before it."""
+        end = len(self._tokens)
+        for n in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
+            self._follows[tuple(self._tokens[-n:])] = end
+        self._tokens.append(token)
+
+    def draft(self, limit: int) -> tuple[Draft, ...]:
+        """Continue as after the latest occurrence of the longest ending of the text.
+
+        A continuation that reaches the end of the text goes on with itself: it repeats.
+        """
+        end = len(self._tokens)
+        for n in range(min(LONGEST_MATCH, end), SHORTEST_MATCH - 1, -1):
+            start = self._follows.get(tuple(self._tokens[-n:]))
+            if start is not None:
+                places = (start + i % (end - start) for i in range(min(limit, 2 * n)))
+                return tuple(Draft(self._tokens[i], _MATCH_CONFIDENCE[n]) for i in places)
+        return ()
+
+
+def merge_drafts(masks: Sequence[Draft], ngram: Sequence[Draft]) -> tuple[Draft, ...]:
+    """Take what both sources say, then the rest of the one that is surer of its next token.
+
+    So an n-gram extends mask drafts that it agrees with, and fills in where there are none.
+    """
+    common = 0
+    while common < min(len(masks), len(ngram)) and masks[common].token == ngram[common].token:
+        common += 1
+    agreed = [
+        Draft(mask.token, max(mask.confidence, other.confidence))
+        for mask, other in zip(masks[:common], ngram[:common], strict=True)
+    ]
+    rests = [rest for rest in (masks[common:], ngram[common:]) if rest]
+    surest = max(rests, key=lambda rest: rest[0].confidence, default=())
+    return (*agreed, *surest)
+
+
+def cut_drafts(drafts: Sequence[Draft], bound: float, limit: int) -> tuple[Draft, ...]:
+    """Keep at most `limit` drafts, as long as all up to it are right with probability >= `bound`.
+
+    Whether a draft stays depends on itself and on those before it, never on later ones.
+    """
+    kept, survival = 0, 1.0
+    for draft in drafts[: max(0, limit)]:
+        survival *= draft.confidence
+        if survival < bound:
+            break
+        kept += 1
+    return tuple(drafts[:kept])
+
+
+def accept_probabilities(drafts: Sequence[Draft]) -> list[float]:
+    """Return, for i = 0 .. k, the probability that exactly the first i of k drafts are right."""
+    probabilities, survival = [], 1.0
+    for draft in drafts:
+        probabilities.append(survival * (1 - draft.confidence))
+        survival *= draft.confidence
+    return [*probabilities, survival]
