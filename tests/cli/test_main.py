@@ -10,7 +10,7 @@ import pytest
 
 from mars import UserError, __version__
 
-COMMANDS = ["pull", "data", "sft", "train", "merge", "generate", "chat", "bench", "demo"]
+COMMANDS = ["pull", "data", "distill", "sft", "train", "merge", "generate", "chat", "bench", "demo"]
 
 
 def test_help_lists_every_command(mars):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mars.cli import bench, chat, data, demo, generate, models, train
+from mars.cli import bench, chat, data, demo, distill, generate, models, train
 from mars.errors import UserError
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
@@ -77,6 +77,7 @@ _RAW: dict[str, Any] = {
 
 app.command()(models.pull)
 app.add_typer(data.app, name="data")
+app.command()(distill.distill)
 app.command(context_settings=_RAW)(train.sft)
 app.command(context_settings=_RAW)(train.train)
 app.command()(models.merge)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from transformers import PreTrainedTokenizerBase
 
 from mars.data.files import SUFFIXES, file_suffix, read_file
-from mars.data.formats import Format, Record, Text, convert, detect_format
-from mars.data.template import Encoded, encode_chat, encode_text
+from mars.data.formats import Format, Record, Text, Trajectory, convert, detect_format
+from mars.data.template import Encoded, encode_chat, encode_text, encode_trajectory
 from mars.errors import UserError
 
 if TYPE_CHECKING:
@@ -195,6 +195,8 @@ def _encode(
         converted = convert(record, dataset_format)
         if isinstance(converted, Text):
             return encode_text(converted, tokenizer, eos_token_ids=eos_token_ids)
+        if isinstance(converted, Trajectory):
+            return encode_trajectory(converted, tokenizer)
         return encode_chat(
             converted, tokenizer, eos_token_ids=eos_token_ids, last_turn_only=last_turn_only
         )

@@ -50,6 +50,27 @@ def read_file(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
     return records
 
 
+def read_lines(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """Read one record a line; blank lines are skipped.
+
+    A line that starts with `{` is a JSON object; any other line is itself a prompt.
+
+    Raises:
+        UserError: unreadable or empty file, or a line that cannot be parsed (with its number).
+    """
+    try:
+        with _open_text(path) as stream:
+            records = [
+                _parse_object(line, where) if line.lstrip().startswith("{") else {"prompt": line}
+                for where, line in islice(_lines(stream, str(path)), limit)
+            ]
+    except UNREADABLE as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if not records:
+        raise UserError(f"{path}: there are no prompts in this file")
+    return records
+
+
 def read_prompts(source: str | Path | IO[str]) -> list[str | list[Message]]:
     """Read prompts for generation, one a line; blank lines are skipped.
 

@@ -1,4 +1,4 @@
-"""Recognise the usual dataset formats and convert one record to one `Chat` or `Text`.
+"""Recognise the usual dataset formats; convert one record to a `Chat`, a `Text`, a `Trajectory`.
 
 Everything here is pure: a record is a mapping of column names to values, as a JSON line gives it.
 """
@@ -46,13 +46,29 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What a model answered, token by token (`mars distill`); it is learnt as it is."""
+
+    messages: list[Message]
+    """The prompt: what came before the answer."""
+    text: str
+    """The answer as text."""
+    prompt_ids: list[int]
+    """The prompt as the model got it."""
+    answer_ids: list[int]
+    """The answer. An end token is the last one, unless the answer was cut."""
+    model: str | None = None
+    """Name of the model, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One dataset format: the columns that identify it and how a record of it is read."""
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    read: Callable[[Record], Chat | Text]
+    read: Callable[[Record], Chat | Text | Trajectory]
 
 
 def parse_columns(text: str) -> dict[str, str]:
@@ -86,12 +102,24 @@ def detect_format(columns: Collection[str]) -> Format:
     )
 
 
-def convert(record: Record, dataset_format: Format) -> Chat | Text:
+def convert(record: Record, dataset_format: Format) -> Chat | Text | Trajectory:
     """Read one record of a dataset whose format is known.
 
     Raises:
+        UserError: as `read_record`; also if there is no assistant turn to learn from.
+    """
+    converted = read_record(record, dataset_format)
+    if isinstance(converted, Chat):
+        _check_turns(converted)
+    return converted
+
+
+def read_record(record: Record, dataset_format: Format) -> Chat | Text | Trajectory:
+    """Read one record, which need not hold anything to learn.
+
+    Raises:
         UserError: a column is missing or empty (null), a value has the wrong type, a role is
-            unknown, there is no assistant turn, or the record uses something unsupported.
+            unknown, or the record uses something unsupported.
     """
     for name in (*UNSUPPORTED_COLUMNS, "system"):
         if record.get(name) and name not in dataset_format.optional:
@@ -103,10 +131,7 @@ def convert(record: Record, dataset_format: Format) -> Chat | Text:
         if record.get(name) is None:
             state = "is null" if name in record else "is missing"
             raise UserError(f"column '{name}' of the {dataset_format.name} format {state}")
-    converted = dataset_format.read(record)
-    if isinstance(converted, Chat):
-        _check_turns(converted)
-    return converted
+    return dataset_format.read(record)
 
 
 def check_messages(messages: object) -> list[Message]:
@@ -159,6 +184,29 @@ def _check_turns(chat: Chat) -> None:
 
 def _read_messages(record: Record) -> Chat:
     return Chat(messages=_with_system(record, check_messages(record["messages"])))
+
+
+def _read_distilled(record: Record) -> Trajectory:
+    messages = check_messages(record["messages"])
+    if messages[-1]["role"] != "assistant":
+        raise UserError("the last message must be the answer of the assistant")
+    prompt_ids, answer_ids = _token_ids(record, "prompt_ids"), _token_ids(record, "answer_ids")
+    model = record.get("model")
+    return Trajectory(
+        messages=messages[:-1],
+        text=messages[-1]["content"],
+        prompt_ids=prompt_ids,
+        answer_ids=answer_ids,
+        model=None if model is None else str(model),
+    )
+
+
+def _token_ids(record: Record, name: str) -> list[int]:
+    ids = record[name]
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
+    if not is_list or not all(type(token) is int and token >= 0 for token in ids):
+        raise UserError(f"column '{name}' must be a list of token ids, got {str(ids)[:60]!r}")
+    return list(ids)
 
 
 def _read_sharegpt(record: Record) -> Chat:
@@ -239,6 +287,15 @@ def _text(record: Record, name: str) -> str:
 
 # In order of preference: Alpaca files, for example, often carry a rendered `text` as well.
 FORMATS = (
+    Format(
+        name="distilled",
+        required=("messages", "prompt_ids", "answer_ids"),
+        optional=(
+            *("source", "temperature", "top_p", "seed", "finish_reason"),
+            *("model", "fingerprint", "repeats"),
+        ),
+        read=_read_distilled,
+    ),
     Format(name="chat", required=("messages",), optional=("system",), read=_read_messages),
     Format(name="ShareGPT", required=("conversations",), optional=("system",), read=_read_sharegpt),
     Format(

@@ -13,13 +13,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mars.data.formats import Chat, Message, Text
+from mars.data.formats import Chat, Message, Text, Trajectory
 from mars.errors import UserError
 
 Span = tuple[int, int]
 """Token indices [start, stop)."""
 Encoded = tuple[list[int], list[bool]]
 """Token ids and, for each, whether it is supervised."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def encode_text(
@@ -79,6 +80,47 @@ def encode_chat(
     for start, stop in spans:
         supervised[start:stop] = [True] * (stop - start)
     return ids, supervised
+
+
+def encode_trajectory(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """Take the tokens of a recorded answer as they are; the answer is supervised.
+
+    Raises:
+        UserError: the tokenizer makes other tokens of the prompt, so they are another model's, or
+            the answer's text is not that of its tokens.
+    """
+    ids = encode_prompt(trajectory.messages, tokenizer)
+    if ids != trajectory.prompt_ids:
+        maker = "another model" if trajectory.model is None else f"the model {trajectory.model!r}"
+        raise UserError(
+            "prompt_ids are not what the tokenizer of this model makes of the messages: the "
+            f"record was made by {maker} or with another chat template. Let this model answer "
+            "the prompts (`mars distill` reads this file as prompts), or learn the text instead "
+            "of the tokens: --columns messages=messages"
+        )
+    text: Any = tokenizer.decode(
+        trajectory.answer_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    # Streamed text may have another number of these where bytes are no text.
+    if text.replace(_REPLACEMENT, "") != trajectory.text.replace(_REPLACEMENT, ""):
+        raise UserError(
+            f"the answer {trajectory.text[:60]!r} is not the text of answer_ids "
+            f"({text[:60]!r}): was it edited? Remove the record, or learn the text of all "
+            "records instead of the tokens: --columns messages=messages"
+        )
+    supervised = [False] * len(ids) + [True] * len(trajectory.answer_ids)
+    return ids + trajectory.answer_ids, supervised
+
+
+def encode_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation and the template's generation prompt.
+
+    Raises:
+        UserError: there is no chat template, or it refuses the conversation.
+    """
+    _chat_template(tokenizer)
+    text = _render(tokenizer, messages, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def has_generation_markers(template: str) -> bool:
