@@ -5,6 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from mars.checkpoint import Checkpoint
 from mars.decoding.generate import prepare
@@ -18,6 +20,34 @@ TIMES = ("prefill_seconds", "decode_seconds", "seconds")
 @pytest.fixture(scope="session")
 def llama(tiny_checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
     return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def drafter(tiny_checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
+    """A model trained for seconds on `walks`: its masks are right now and then, at every offset."""
+    checkpoint = tiny_checkpoint("llama", initializer_range=0.1)
+    model, window = checkpoint.model, 4
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(300):
+        length = int(torch.randint(4, 24, (), generator=generator))
+        tokens = walks(32, length + window + 1, generator)
+        input_ids = tokens[:, :-1].clone()
+        input_ids[:, length:] = 3
+        logits = model(input_ids, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.requires_grad_(False)
+    return checkpoint
+
+
+def walks(num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Go around a circle of 32 tokens, by 1 mostly, else by 7: some of it can be foreseen."""
+    is_short = torch.rand(num_rows, length, generator=generator) < 0.85
+    start = torch.randint(0, 32, (num_rows, 1), generator=generator)
+    return 40 + (start + torch.where(is_short, 1, 7).cumsum(1)) % 32
 
 
 def without_times(result: Result) -> dict[str, Any]:

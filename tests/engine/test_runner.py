@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def test_a_step_equals_the_plain_forward_for_every_prefix_and_offset(
         torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
+def assert_cache_is_fresh(model: PreTrainedModel, runner: Runner, tokens: list[list[int]]) -> None:
+    for row, cached in enumerate(runner.cached):
+        fresh = DynamicCache()
+        with torch.no_grad():
+            model(torch.tensor([tokens[row][:cached]]), **{CACHE_ARGUMENT: fresh})
+        for layer, expected in enumerate(fresh.layers):
+            for mine, theirs in (
+                (runner.cache.keys[layer], expected.keys),
+                (runner.cache.values[layer], expected.values),
+            ):
+                torch.testing.assert_close(mine[row, :, :cached], theirs[0], atol=1e-4, rtol=1e-4)
+
+
 steps_of_row = st.tuples(st.integers(1, 30), st.lists(st.integers(1, 5), min_size=1, max_size=6))
 
 
@@ -80,16 +94,7 @@ def test_after_any_accept_pattern_the_cache_equals_a_fresh_prefill(
             n + accepted[step % len(accepted)]
             for n, (_, accepted) in zip(lengths, rows, strict=True)
         ]
-    for row, cached in enumerate(runner.cached):
-        fresh = DynamicCache()
-        with torch.no_grad():
-            model(torch.tensor([sequences[row][:cached]]), **{CACHE_ARGUMENT: fresh})
-        for layer, expected in enumerate(fresh.layers):
-            for mine, theirs in (
-                (runner.cache.keys[layer], expected.keys),
-                (runner.cache.values[layer], expected.values),
-            ):
-                torch.testing.assert_close(mine[row, :, :cached], theirs[0], atol=1e-4, rtol=1e-4)
+    assert_cache_is_fresh(model, runner, sequences)
 
 
 def test_a_dropped_row_is_replaced_by_the_last(model: PreTrainedModel) -> None:
@@ -146,3 +151,112 @@ def test_prompts_are_read_in_chunks(
     masks_only(runner, 0, [random_tokens(40)], 3)
     assert widths == [16, 16, 8 + 3]
     assert logits_kept == [1, 1, 4]
+
+
+def assert_outputs_equal_plain_forwards(
+    model: PreTrainedModel,
+    tokens: list[list[int]],
+    plans: list[RowPlan],
+    outputs: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Compare every real column, and every group with a forward of its own, without cache."""
+    real_BCV, mask_BMV = outputs
+    for row, plan, real_CV, mask_MV in zip(tokens, plans, real_BCV, mask_BMV, strict=True):
+        count = len(plan.drafts) + 1
+        expected = plain_forward(model, [*row, *plan.drafts])[-count:]
+        torch.testing.assert_close(real_CV[-count:], expected, atol=1e-4, rtol=1e-4)
+        for number, length in enumerate(plan.groups):
+            alone = [*row, *plan.drafts[:length], *[MASK] * plan.window]
+            expected = plain_forward(model, alone)[-plan.window :]
+            group = mask_MV[number * plan.window : (number + 1) * plan.window]
+            torch.testing.assert_close(group, expected, atol=1e-4, rtol=1e-4)
+
+
+ROW_PLANS = [
+    RowPlan(),
+    RowPlan(groups=(0,), window=3),
+    RowPlan(drafts=(50, 51, 52)),
+    RowPlan(drafts=(50, 51, 52), groups=(3,), window=4),
+    RowPlan(drafts=(60, 61), groups=(0, 1, 2), window=2),
+    RowPlan(drafts=(70, 71, 72, 73), groups=(1, 3), window=1),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_equals_plain_forwards_in_one_batch(
+    family: str, tiny_model: Callable[..., PreTrainedModel]
+) -> None:
+    model = tiny_model(family)
+    runner = Runner(model, num_rows=len(ROW_PLANS), max_positions=32, mask_token_id=MASK)
+    tokens = [random_tokens(3 + 2 * seed, seed) for seed in range(len(ROW_PLANS))]
+    for _ in ROW_PLANS:
+        runner.add_row()
+    for _ in range(2):
+        outputs = runner.forward(0, tokens, ROW_PLANS)
+        assert_outputs_equal_plain_forwards(model, tokens, ROW_PLANS, outputs)
+        tokens = [[*row, 99, 98] for row in tokens]  # nothing accepted
+
+
+@st.composite
+def row_plans(draw: st.DrawFn) -> RowPlan:
+    drafts = draw(st.lists(st.integers(4, 259), max_size=5))
+    groups = sorted(draw(st.sets(st.integers(0, len(drafts)), max_size=4)))
+    return RowPlan(tuple(drafts), tuple(groups), draw(st.integers(1, 4)) if groups else 0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.integers(1, 3), st.sampled_from([1, 4, 512]))
+def test_after_any_verification_the_cache_equals_a_fresh_prefill(
+    model: PreTrainedModel, data: st.DataObject, num_rows: int, chunk: int
+) -> None:
+    runner = Runner(
+        model, num_rows=num_rows, max_positions=80, mask_token_id=MASK, prefill_chunk=chunk
+    )
+    tokens = [random_tokens(data.draw(st.integers(1, 20)), row) for row in range(num_rows)]
+    for _ in tokens:
+        runner.add_row()
+    for _ in range(data.draw(st.integers(1, 4))):
+        plans = [data.draw(row_plans()) for _ in tokens]
+        outputs = runner.forward(0, tokens, plans)
+        assert_outputs_equal_plain_forwards(model, tokens, plans, outputs)
+        accepted = [data.draw(st.integers(0, len(plan.drafts))) for plan in plans]
+        runner.keep(0, accepted)
+        following = [
+            data.draw(st.lists(st.integers(4, 259), min_size=1, max_size=3)) for _ in plans
+        ]
+        tokens = [
+            [*row, *plan.drafts[:count], *more]
+            for row, plan, count, more in zip(tokens, plans, accepted, following, strict=True)
+        ]
+    assert_cache_is_fresh(model, runner, tokens)
+
+
+@pytest.mark.parametrize("position", [3, 259])
+def test_masks_do_not_touch_real_outputs(model: PreTrainedModel, position: int) -> None:
+    """Bit by bit: the same forward with another mask token."""
+    outputs = []
+    for mask in (MASK, position):
+        runner = Runner(model, num_rows=1, max_positions=32, mask_token_id=mask)
+        runner.add_row()
+        outputs.append(runner.forward(0, [random_tokens(9)], [ROW_PLANS[4]]))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1]) == (position == MASK)
+
+
+def test_the_adapter_learns_which_columns_are_masks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def spy(_: PreTrainedModel, start: int, offset_BM: torch.Tensor) -> nullcontext[None]:
+        calls.append((start, offset_BM.tolist()))
+        return nullcontext()
+
+    monkeypatch.setattr("mars.engine.runner.mask_columns", spy)
+    runner = Runner(model, num_rows=2, max_positions=32)
+    runner.add_row()
+    runner.add_row()
+    tokens = [random_tokens(4), random_tokens(2)]
+    runner.forward(0, tokens, [RowPlan(), RowPlan()])
+    runner.forward(0, [[*row, 9] for row in tokens], [ROW_PLANS[4], ROW_PLANS[1]])
+    assert calls == [(4, [[], []]), (3, [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 0, 0]])]
