@@ -11,9 +11,13 @@ from mars.decoding.options import DecodingOptions
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"threshold": 0.9}, "threshold 0.9"),
-        ({"threshold": 1.0}, "ar (threshold 1.0)"),
-        ({"threshold": 0.9, "window": 0}, "ar (threshold 0.9, window 0)"),
+        ({}, "exact"),
+        ({"mode": "ar"}, "ar"),
+        ({"window": 0}, "exact, window 0"),
+        ({"window": 0, "ngram": False}, "ar (exact, window 0)"),
+        ({"mode": "threshold", "threshold": 0.9}, "threshold 0.9"),
+        ({"mode": "threshold", "threshold": 1.0}, "ar (threshold 1.0)"),
+        ({"mode": "threshold", "window": 0}, "ar (threshold 0.9, window 0)"),
     ],
 )
 def test_rows_are_called_what_they_are(options, wanted):
@@ -46,8 +50,10 @@ def test_command(mars, folder, tmp_path):
     assert {"python", "torch", "transformers", "mars", "cpu", "threads"} <= set(
         record["environment"]
     )
-    ar, eager, careful = record["rows"]
-    assert [row["mode"] for row in record["rows"]] == ["ar", "threshold 0.0", "ar (threshold 1.0)"]
+    ar, exact, eager, careful = record["rows"]
+    wanted = ["ar", "exact", "threshold 0.0", "ar (threshold 1.0)"]
+    assert [row["mode"] for row in record["rows"]] == wanted
+    assert exact["identical_outputs"] == 1
     assert ar["tokens_per_forward"] == ar["ratio"] == ar["identical_outputs"] == 1
     assert eager["tokens_per_forward"] > 2
     assert eager["identical_outputs"] < 1
@@ -63,8 +69,21 @@ def test_built_in_prompts(mars, folder):
     assert "prompts: 8" in outcome.stdout
 
 
-def test_a_plain_model_has_nothing_to_compare(fails, plain_folder):
-    assert "mars train" in fails("bench", "--model", plain_folder)
+def test_a_plain_model_is_measured_without_masks(mars, fails, plain_folder):
+    command = ["bench", "--model", plain_folder, "--max-new-tokens", 4, "--repeats", 1]
+    assert "exact " in mars(*command).stdout
+    assert "mars train" in fails(*command, "--threshold", 0.5)
+
+
+def test_the_options_of_the_exact_mode_arrive(mars, folder, tmp_path):
+    file = tmp_path / "bench.json"
+    options = {"layout": "linear", "window": 2, "ngram": False, "draft_threshold": 0.25}
+    outcome = mars(
+        *("bench", "--model", folder, "--max-new-tokens", 4, "--repeats", 1, "--json", file),
+        *("--layout", "linear", "--window", 2, "--no-ngram", "--draft-threshold", 0.25),
+    )
+    assert outcome.exit_code == 0, outcome.stderr
+    assert options.items() <= json.loads(file.read_text())["settings"].items()
 
 
 def test_the_json_file_is_checked_before_the_work(fails, tmp_path):

@@ -12,7 +12,7 @@ from mars.decoding.generate import generate
 from mars.decoding.options import DecodingOptions
 
 SHORT = ["--max-new-tokens", 10, "--threshold", 0.3]
-OPTIONS = DecodingOptions(max_new_tokens=10, threshold=0.3)
+OPTIONS = DecodingOptions(mode="threshold", max_new_tokens=10, threshold=0.3)
 
 
 def answers(folder: Path, turns: list[str]) -> list[str]:
@@ -48,11 +48,13 @@ def test_unknown_commands_are_not_sent_to_the_model(mars, folder):
     assert "Unknown command /help" in outcome.stderr
 
 
-def test_a_plain_model_chats_in_ar_mode(mars, plain_folder):
-    outcome = mars("chat", "--model", plain_folder, *SHORT, stdin="hello\n")
+@pytest.mark.parametrize(("flags", "mode"), [([], "exact"), (["--mode", "ar"], "ar")])
+def test_a_plain_model_chats(mars, plain_folder, flags, mode):
+    command = ["chat", "--model", plain_folder, "--max-new-tokens", 10, *flags]
+    outcome = mars(*command, stdin="hello\n")
     assert outcome.exit_code == 0
-    assert "plain AR model" in outcome.stderr
-    assert "[ar: " in outcome.stderr
+    assert ("plain AR model" in outcome.stderr) == (mode == "exact")
+    assert f"[{mode}: " in outcome.stderr
 
 
 def test_a_full_context_is_an_error_in_a_pipe(fails, folder):

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+import mars.cli.generate as command
 from mars.checkpoint import load
 from mars.cli.generate import JSON_KEYS, heading, in_order
 from mars.decoding.generate import generate
+from mars.decoding.options import DecodingOptions
 
 QUESTIONS = ["one", "two two two two two two", "3"]
 SHORT = ["--max-new-tokens", 12, "--threshold", 0.3]
@@ -38,25 +40,64 @@ def test_json_has_the_promised_fields_and_the_answers_of_the_python_interface(ma
     assert record["seconds"] > 0
 
 
-def test_every_option_reaches_the_decoder(mars, folder):
-    options = {
-        "mode": "threshold",
-        "threshold": 0.2,
-        "confidence": "margin",
-        "window": 2,
-        "max_new_tokens": 9,
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "top_k": 50,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "seed": 7,
-    }
+SAMPLER = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 50,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "seed": 7,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "threshold", "threshold": 0.2, "confidence": "margin", "window": 2},
+        {"mode": "exact", "layout": "partial", "max_groups": 2, "draft_threshold": 0.01},
+    ],
+    ids=["threshold", "exact"],
+)
+def test_every_option_reaches_the_decoder(mars, folder, monkeypatch, options):
+    options |= SAMPLER | {"max_new_tokens": 9}
+    seen = []
+    prepare_all = command.prepare_all
+    monkeypatch.setattr(
+        command, "prepare_all", lambda c, p, o, **k: seen.append(o) or prepare_all(c, p, o, **k)
+    )
     flags = [part for k, v in options.items() for part in (f"--{k.replace('_', '-')}", v)]
-    outcome = mars("generate", "hello", "--model", folder, "--json", *flags)
+    outcome = mars("generate", "hello", "--model", folder, "--json", "--no-ngram", *flags)
     assert outcome.exit_code == 0, outcome.stderr
-    wanted = expected(folder, ["hello"], **options)
-    assert comparable(records(outcome.stdout)[0]) == comparable(wanted[0])
+    assert seen == [DecodingOptions(ngram=False, **options)]
+    wanted = generate(load(folder, device="cpu"), ["hello"], seen[0])
+    wanted = {key: getattr(wanted[0], key) for key in JSON_KEYS}
+    assert comparable(records(outcome.stdout)[0]) == comparable(wanted)
+
+
+def test_exact_is_the_default_and_says_what_ar_says(mars, folder):
+    flags = ["--model", folder, "--json", "--max-new-tokens", 30]
+    exact, ar = (
+        records(mars("generate", "hello", *flags, *mode).stdout)[0]
+        for mode in ([], ["--mode", "ar"])
+    )
+    assert (exact["mode"], ar["mode"]) == ("exact", "ar")
+    assert exact["token_ids"] == ar["token_ids"]
+
+
+def test_logprobs_stand_in_the_json(mars, fails, folder):
+    flags = ["generate", "hello", "--model", folder, "--max-new-tokens", 5, "--logprobs", 2]
+    (record,) = records(mars(*flags, "--json").stdout)
+    assert [entry["token_id"] for entry in record["logprobs"]] == record["token_ids"]
+    for entry in record["logprobs"]:
+        assert entry["logprob"] == pytest.approx(max(entry["top"].values()))  # greedy
+        assert len(entry["top"]) == 2
+    assert "--json" in fails(*flags)
+    assert "threshold" in fails(*flags, "--json", "--threshold", 0.5)
+
+
+def test_tau_in_another_mode_is_refused(fails, folder):
+    flags = ["--mode", "exact", "--threshold", 0.5]
+    assert "--threshold belongs to" in fails("generate", "x", "--model", folder, *flags)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -118,11 +159,15 @@ def test_text_output_of_several_prompts_has_headings(mars, folder):
         assert f"--- {number}: {wanted['prompt']}\n{wanted['text']}\n" in outcome.stdout
 
 
-def test_a_plain_model_falls_back_to_ar_and_says_so(mars, plain_folder):
-    outcome = mars("generate", "hello", "--model", plain_folder, "--json", *SHORT)
+def test_a_plain_model_drafts_without_masks_and_says_so(mars, plain_folder):
+    line = ["generate", "hello", "--model", plain_folder, "--json", "--max-new-tokens", 12]
+    outcome = mars(*line)
     assert outcome.exit_code == 0
-    assert records(outcome.stdout)[0]["mode"] == "ar"
+    assert records(outcome.stdout)[0]["mode"] == "exact"
     assert outcome.stderr.count("plain AR model") == 1
+    outcome = mars(*line, "--no-ngram")
+    assert records(outcome.stdout)[0]["mode"] == "ar"
+    assert outcome.stderr == ""
 
 
 def test_a_plain_model_refuses_the_threshold_mode(fails, plain_folder):
@@ -137,7 +182,9 @@ def test_a_plain_model_refuses_the_threshold_mode(fails, plain_folder):
         (["--window", 9], "window 9 is larger than the block size 4"),
         (["--threshold", "nan"], "threshold"),
         (["--top-p", 0], "top_p"),
-        (["--mode", "exact"], "ar, threshold"),
+        (["--mode", "fast"], "exact, threshold, ar"),
+        (["--layout", "quadratic"], "layout"),
+        (["--draft-threshold", 2], "draft_threshold"),
         (["--dtype", "int8"], "dtype"),
         (["--max-new-tokens", 0], "max_new_tokens"),
         (["--max-new-tokens", 5000], "context"),
