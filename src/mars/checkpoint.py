@@ -26,6 +26,7 @@ from transformers import (
 from mars.compat import takes_attention_functions
 from mars.default_model import ensure_default_model
 from mars.errors import UserError
+from mars.gated import GatedAdapter, is_adapter_folder, load_adapter, read_config
 from mars.mask_token import (
     add_embedding_row,
     check_mask_token,
@@ -34,7 +35,7 @@ from mars.mask_token import (
 )
 
 FORMAT_VERSION = 1
-Adapter = Literal["full", "lora"]
+Adapter = Literal["full", "lora", "gated"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What damaged or wrong files make the libraries raise (JSON errors are ValueErrors).
 _UNREADABLE = (
@@ -49,8 +50,9 @@ class MarsConfig:
 
     block_size: int
     """Masks per block in training (the paper's B); the largest window in decoding."""
-    mask_token_id: int
-    """Row of the input embedding that stands for [MASK]."""
+    mask_token_id: int | None
+    """Row of the input embedding that stands for [MASK]; None for `gated`, whose masks are no
+    tokens."""
     adapter: Adapter = "full"
     """How the checkpoint was trained."""
     format_version: int = FORMAT_VERSION
@@ -59,6 +61,8 @@ class MarsConfig:
     def __post_init__(self) -> None:
         for name, least in (("block_size", 1), ("mask_token_id", 0)):
             value = getattr(self, name)
+            if name == "mask_token_id" and value is None and self.adapter == "gated":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
         if self.adapter not in get_args(Adapter):
@@ -81,7 +85,7 @@ class MarsConfig:
                 "checkpoint again."
             )
         mars = cls(**block)
-        if mars.mask_token_id >= config.vocab_size:
+        if mars.mask_token_id is None or mars.mask_token_id >= config.vocab_size:
             raise UserError(
                 f"mask_token_id {mars.mask_token_id} lies outside the vocabulary of "
                 f"{config.vocab_size} tokens. Correct the `mars` block of config.json."
@@ -97,6 +101,7 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     name: str
     mars: MarsConfig | None = None
+    adapter: GatedAdapter | None = None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -104,8 +109,8 @@ class Checkpoint:
         return _eos_token_ids(getattr(self.model, "generation_config", None), self.tokenizer)
 
     @property
-    def mask_token_id(self) -> int:
-        """The mask token; UserError for a model that was never trained to predict from masks."""
+    def mask_token_id(self) -> int | None:
+        """The mask token, None if masks are no tokens; UserError for a plain AR model."""
         if self.mars is None:
             raise UserError(
                 f"{self.name!r} is a plain AR model: it was not trained to predict from masks. "
@@ -119,7 +124,13 @@ class Checkpoint:
         return getattr(self.model.config, "max_position_embeddings", None)
 
     def save(self, folder: str | Path) -> None:
-        """Write model, tokenizer and `mars` block as an ordinary Hugging Face folder."""
+        """Write model, tokenizer and `mars` block as an ordinary Hugging Face folder.
+
+        With a gated adapter only the adapter is written: the base model is as it was.
+        """
+        if self.adapter is not None:
+            self.adapter.save(folder)
+            return
         _write_block(self.model.config, self.mars)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -128,20 +139,30 @@ class Checkpoint:
 def load(
     name: str | Path | None = None,
     *,
+    adapter: str | Path | None = "auto",
     dtype: str | torch.dtype = "float32",
     device: str | torch.device | None = None,
 ) -> Checkpoint:
     """Load a checkpoint for decoding or training.
 
     Args:
-        name: a hub id, a local folder (of a model or of a LoRA adapter), or None for the
-            default model, which is fetched on first use.
+        name: a hub id, a local folder (of a model, of a LoRA adapter or of a gated adapter, which
+            knows its base), or None for the default model, which is fetched on first use.
+        adapter: folder of a gated adapter for this model; "auto" takes the one shipped with the
+            package if the default model is meant; None takes none.
         dtype: torch dtype or its name.
         device: where to put it; None takes the GPU if there is one.
 
     Raises:
-        UserError: unknown name or dtype, unsupported architecture, damaged `mars` block.
+        UserError: unknown name or dtype, unsupported architecture, damaged `mars` block, an adapter
+            for other weights.
     """
+    if name is not None and is_adapter_folder(name):
+        if adapter not in ("auto", None):
+            raise UserError(f"{name} is itself a gated adapter: name its base model, or no other.")
+        name, adapter = read_config(name).base, name
+    if adapter == "auto":
+        adapter = shipped_adapter() if name is None else None
     source = _source(name)
     torch_dtype = parse_dtype(dtype)
     config = _from_pretrained(AutoConfig, source)
@@ -155,12 +176,29 @@ def load(
     tokenizer = _from_pretrained(AutoTokenizer, source)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.nn.Module.to(model, device)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         model=model.eval(),
         tokenizer=tokenizer,
         name="default model" if name is None else str(name),
         mars=mars,
     )
+    if adapter is not None:
+        attach(checkpoint, load_adapter(model, adapter, base=checkpoint.name))
+    return checkpoint
+
+
+def attach(checkpoint: Checkpoint, adapter: GatedAdapter) -> None:
+    """Make a gated adapter of its model part of a checkpoint (in place)."""
+    checkpoint.adapter = adapter
+    checkpoint.mars = MarsConfig(
+        block_size=adapter.config.block_size, mask_token_id=None, adapter="gated"
+    )
+
+
+def shipped_adapter() -> Path | None:
+    """Return the folder of the adapter for the default model that comes with the package."""
+    folder = Path(__file__).parent / "default_adapter"
+    return folder if is_adapter_folder(folder) else None
 
 
 def load_tokenizer(

@@ -114,6 +114,30 @@ def cached_forward(
     return output.logits[:, -num_logits:]
 
 
+def hidden_states(
+    model: PreTrainedModel,
+    *,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    visible: torch.Tensor,
+    cache: ExternalCache,
+) -> torch.Tensor:
+    """Run the decoder of a stock model without its output layer; arguments of `cached_forward`.
+
+    Returns:
+        (B, T, D), the last hidden states.
+    """
+    decoder: Any = model.get_decoder()
+    cache_name, _ = _forward_signature(type(decoder))
+    return decoder(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=visible,
+        use_cache=True,
+        **{cache_name: cache},
+    ).last_hidden_state
+
+
 @lru_cache
 def _forward_signature(model_class: type[PreTrainedModel]) -> tuple[str, bool]:
     """Find out what the forward calls its cache, and whether it can skip unneeded logits."""

@@ -12,11 +12,14 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from mars.data.formats import parse_columns
+from mars.draft_objective import DraftObjective
 from mars.errors import UserError
 from mars.objective import Objective
 
 CHOICES = {
-    "method": ("full", "lora"),
+    "method": ("full", "lora", "gated"),
+    "weighting": ("accept", "decay", "uniform"),
+    "mask_embeddings": ("per-offset", "shared"),
     "on_long": ("drop", "truncate", "error"),
     "save_dtype": ("bfloat16", "float32"),
 }
@@ -26,6 +29,8 @@ RANGES = {
     "max_length": (2, math.inf),
     "probe_size": (0, math.inf),
     "probe_steps": (1, math.inf),
+    "anchors": (1, math.inf),
+    "draft_head": (0, math.inf),
     "lora_rank": (1, math.inf),
     "lora_alpha": (1, math.inf),
     "lora_dropout": (0.0, 1.0),
@@ -35,6 +40,16 @@ RANGES = {
     "weight_decay": (0.0, math.inf),
     "seed": (0, 2**32 - 1),
 }
+# Options that a method would ignore: there they keep their default.
+FOREIGN = {
+    "gated": (
+        *("lora_alpha", "lora_dropout", "mask_token_id", "masked_loss", "masked_weight"),
+        *("clean_weight", "save_dtype"),
+    ),
+    "full": ("weighting", "anchors", "mask_embeddings", "lora_targets", "draft_head"),
+    "lora": ("weighting", "anchors", "mask_embeddings", "lora_targets", "draft_head"),
+}
+LEARNING_RATE = {"full": 2e-5, "lora": 2e-4, "gated": 1e-3}
 # Options of transformers that MARS would ignore, or that would break it: they keep their default.
 UNSUPPORTED = {
     "eval_strategy": "the probe (--probe_size, --probe_steps) measures held-out examples",
@@ -77,12 +92,31 @@ class MarsArguments(TrainingArguments):
     packing: bool = field(
         default=False, metadata={"help": "Put several examples into one row of max_length."}
     )
-    method: Literal["full", "lora"] = field(
-        default="full", metadata={"help": "full (all weights) or lora."}
+    method: Literal["full", "lora", "gated"] = field(
+        default="full",
+        metadata={"help": "full (all weights), lora, or gated (acts at masks only; AR unchanged)."},
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of LoRA: alpha / rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before LoRA."})
+    lora_targets: str = field(
+        default="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+        metadata={"help": "gated: names of the linear layers that get a LoRA."},
+    )
+    mask_embeddings: Literal["per-offset", "shared"] = field(
+        default="per-offset", metadata={"help": "gated: one embedding per mask, or one in all."}
+    )
+    anchors: int = field(
+        default=64, metadata={"help": "gated: mask blocks per row, at random places."}
+    )
+    draft_head: int = field(
+        default=0,
+        metadata={"help": "gated: width of a head that corrects drafts one by one; 0: none."},
+    )
+    weighting: Literal["accept", "decay", "uniform"] = field(
+        default="accept",
+        metadata={"help": "gated: weight of offsets: accept (by accepted length), decay, uniform."},
+    )
     block_size: int = field(default=4, metadata={"help": "Masks per block (the paper's B)."})
     mask_token_id: int | None = field(
         default=None, metadata={"help": "Token used as [MASK]; an unused one is chosen."}
@@ -108,7 +142,9 @@ class MarsArguments(TrainingArguments):
     )
     # Defaults that differ from transformers: the paper's schedule (papers.md, 1.2), quiet output.
     output_dir: str | None = field(default=None, metadata={"help": "Where checkpoints go."})
-    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
+    learning_rate: float | None = field(  # pyrefly: ignore[bad-override]
+        default=None, metadata={"help": "Peak; none: 2e-5 (full), 2e-4 (lora), 1e-3 (gated)."}
+    )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule."})
     warmup_steps: float = field(default=0.03, metadata={"help": "Steps, or a share below 1."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data."})
@@ -124,7 +160,10 @@ class MarsArguments(TrainingArguments):
         self._check_values()
         if not torch.cuda.is_available():
             self.use_cpu = True
-        _ = self.objective, self.column_names  # validate
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATE[self.method]
+        self._check_method()
+        _ = self.objective, self.draft_objective, self.column_names  # validate
         super().__post_init__()
 
     def _check_values(self) -> None:
@@ -139,6 +178,8 @@ class MarsArguments(TrainingArguments):
                 )
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
+            if name == "learning_rate" and value is None:
+                continue
             kind = int if isinstance(least, int) else int | float
             if not isinstance(value, kind) or not least <= value <= most:
                 noun = "an integer" if isinstance(least, int) else "a number"
@@ -153,6 +194,26 @@ class MarsArguments(TrainingArguments):
                     f"{option.name} is not supported ({UNSUPPORTED[option.name]}): leave it at "
                     f"{option.default!r}; got {value!r}."
                 )
+
+    def _check_method(self) -> None:
+        by_name = {option.name: option for option in fields(self)}
+        for name in FOREIGN[self.method]:
+            value, default = getattr(self, name), by_name[name].default
+            if value != default:
+                raise UserError(
+                    f"{name} has no meaning for --method {self.method}: leave it at {default!r}; "
+                    f"got {value!r}."
+                )
+        if self.method == "gated" and self.offset_decay is not None and self.weighting != "decay":
+            raise UserError(
+                f"offset_decay needs --weighting decay with --method gated; got {self.weighting!r}."
+            )
+
+    @property
+    def draft_objective(self) -> DraftObjective:
+        """The loss of `gated`."""
+        gamma = {} if self.offset_decay is None else {"gamma": self.offset_decay}
+        return DraftObjective(weighting=self.weighting, **gamma)
 
     @property
     def objective(self) -> Objective:

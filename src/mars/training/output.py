@@ -7,10 +7,14 @@ from pathlib import Path
 
 from mars.errors import UserError
 
-IN_USE = ("config.json", "adapter_config.json", "log.jsonl", "checkpoint-*")
+IN_USE = (
+    *("config.json", "adapter_config.json", "mars_adapter.json"),
+    *("log.jsonl", "checkpoint-*"),
+)
 # A resumable checkpoint has one of each line; transformers writes trainer_state.json last.
 WEIGHTS = ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*")
 OPTIMIZER = ("optimizer*", "global_step*")  # one file, FSDP's files or folder, DeepSpeed's folder
+CONFIGS = ("config.json", "mars_adapter.json")
 PARTIAL = "unfinished"
 
 
@@ -84,10 +88,11 @@ def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
 def replace_model(folder: Path) -> None:
     """Move the files of the finished model from `folder/PARTIAL` into `folder`.
 
-    config.json goes first and comes last: without it no program takes the folder for a model.
+    The config goes first and comes last: without it no program takes the folder for a model.
     """
     partial = folder / PARTIAL
-    (folder / "config.json").unlink(missing_ok=True)
-    for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+    for name in CONFIGS:
+        (folder / name).unlink(missing_ok=True)
+    for path in sorted(partial.iterdir(), key=lambda p: p.name in CONFIGS):
         path.replace(folder / path.name)
     shutil.rmtree(partial)

@@ -4,14 +4,23 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from mars.checkpoint import Checkpoint, check_supported, load, prepare_for_training
+from mars.checkpoint import Checkpoint, attach, check_supported, load, prepare_for_training
 from mars.data import BuildReport, Collator, Example, build_examples, pack, read_records
 from mars.errors import UserError
+from mars.gated import (
+    WEIGHTS_FILE,
+    GatedAdapter,
+    GatedConfig,
+    fingerprint,
+    is_adapter_folder,
+    read_config,
+)
 from mars.mask_token import input_embedding, output_head
 from mars.training.arguments import MarsArguments
 from mars.training.forward import (
@@ -19,8 +28,10 @@ from mars.training.forward import (
     check_plain_head,
     remove_stream_forward,
 )
+from mars.training.gated import GatedModel
+from mars.training.gated_trainer import GatedTrainer
 from mars.training.output import PARTIAL, replace_model, resume_point
-from mars.training.probe import Probe, ProbeCallback
+from mars.training.probe import GatedProbe, Probe, ProbeCallback
 from mars.training.trainer import LENGTH_MULTIPLE, MarsTrainer
 
 
@@ -50,25 +61,33 @@ def train(args: MarsArguments) -> Path:
     examples, held_out, report = load_examples(args, checkpoint)
     tell(report.describe())
     base = checkpoint.model
-    add_stream_forward(base)
     pad = checkpoint.tokenizer.pad_token_id or 0
     collate = Collator(pad_token_id=pad, pad_to_multiple_of=LENGTH_MULTIPLE)
-    trainer = MarsTrainer(
+    trainer_class = GatedTrainer if args.method == "gated" else MarsTrainer
+    trainer = trainer_class(
         checkpoint=checkpoint,
         args=args,
-        model=wrap_lora(checkpoint, args) if args.method == "lora" else base,
+        model=trained_module(checkpoint, args),
         train_dataset=training_rows(examples, args),
         data_collator=collate,
     )
     if held_out:
         check_probe_runs(trainer)
-        probe = Probe(
-            checkpoint, held_out, collate, trainer.block_size, trainer.accelerator.autocast
-        )
+        settings = (checkpoint, held_out, collate, trainer.block_size, trainer.accelerator.autocast)
+        probe = GatedProbe(*settings) if args.method == "gated" else Probe(*settings)
         trainer.add_callback(ProbeCallback(probe, trainer.log, args.probe_steps))
     trainer.train(resume_from_checkpoint=resume)
     save(trainer, base, args)
     return folder
+
+
+def trained_module(checkpoint: Checkpoint, args: MarsArguments) -> torch.nn.Module:
+    """Return the module whose parameters are trained, with the forward that the trainer calls."""
+    if args.method == "gated":
+        assert checkpoint.adapter is not None
+        return GatedModel(checkpoint.adapter, checkpoint.model)
+    add_stream_forward(checkpoint.model)
+    return wrap_lora(checkpoint, args) if args.method == "lora" else checkpoint.model
 
 
 def load_base(args: MarsArguments) -> Checkpoint:
@@ -82,7 +101,9 @@ def load_base(args: MarsArguments) -> Checkpoint:
             f"{args.model} is itself a LoRA adapter. Run `mars merge {args.model} MERGED` first, "
             "then train with --model MERGED."
         )
-    checkpoint = load(args.model, dtype=torch.float32, device="cpu")
+    if args.method == "gated":
+        return load_gated_base(args)
+    checkpoint = load(args.model, adapter=None, dtype=torch.float32, device="cpu")
     check_supported(checkpoint.model.config)
     check_plain_head(checkpoint.model.config)
     if args.masked_weight > 0:
@@ -95,6 +116,53 @@ def load_base(args: MarsArguments) -> Checkpoint:
     if torch.cuda.is_available():
         checkpoint.model.set_attn_implementation("flex_attention")
     return checkpoint
+
+
+def load_gated_base(args: MarsArguments) -> Checkpoint:
+    """Load the frozen base, in the precision of training, with an adapter to train.
+
+    If `args.model` is a gated adapter, training goes on from its weights; its draft head may be
+    new. Else the adapter is untrained.
+    """
+    start = args.model if args.model is not None and is_adapter_folder(args.model) else None
+    base = args.model if start is None else read_config(start).base
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    checkpoint = load(base, adapter=None, dtype=dtype, device=args.device)
+    if checkpoint.mars is not None:
+        raise UserError(
+            f"{base} was already trained to predict from masks ({checkpoint.mars.adapter}). "
+            "A gated adapter belongs to a plain AR model."
+        )
+    check_plain_head(checkpoint.model.config)
+    model = checkpoint.model.requires_grad_(False)
+    config = GatedConfig(
+        base=base,
+        fingerprint=fingerprint(model),
+        block_size=args.block_size,
+        rank=args.lora_rank,
+        targets=tuple(name.strip() for name in args.lora_targets.split(",")),
+        mask_embeddings=args.block_size if args.mask_embeddings == "per-offset" else 1,
+        head_width=args.draft_head,
+    )
+    torch.manual_seed(args.seed)  # the Trainer seeds only after the adapter exists
+    adapter = GatedAdapter(model, config)
+    if start is not None:
+        check_same_shape(config, read_config(start), start)
+        adapter.load(Path(start) / WEIGHTS_FILE, torch.float32, new_head=True)
+    attach(checkpoint, adapter)
+    return checkpoint
+
+
+def check_same_shape(wanted: GatedConfig, found: GatedConfig, folder: str) -> None:
+    """Refuse to go on with an adapter of another shape, or for another base."""
+    for field in fields(GatedConfig):
+        ours, theirs = getattr(wanted, field.name), getattr(found, field.name)
+        is_new_head = field.name == "head_width" and theirs == 0
+        if ours != theirs and not is_new_head:
+            raise UserError(
+                f"The adapter in {folder!r} has {field.name} {theirs!r}; the options ask for "
+                f"{ours!r}. Training can only go on with the same."
+            )
 
 
 def check_probe_runs(trainer: MarsTrainer) -> None:
@@ -151,7 +219,7 @@ def wrap_lora(checkpoint: Checkpoint, args: MarsArguments) -> torch.nn.Module:
         is_tied = embedding.weight is head.weight
         layers = (embedding,) if is_tied else (embedding, head)
         names = [n.rsplit(".", 1)[-1] for n, m in model.named_modules() if m in layers]
-        trainable = {name: [checkpoint.mars.mask_token_id] for name in names}
+        trainable = {name: [checkpoint.mars.mask_token_id or 0] for name in names}
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -167,13 +235,14 @@ def save(trainer: MarsTrainer, base: PreTrainedModel, args: MarsArguments) -> No
     """Write the final model in `save_dtype`, and the options next to it."""
     folder = Path(str(args.output_dir))
     partial = folder / PARTIAL  # an interrupted save must not be taken for a finished model
-    remove_stream_forward(base)
-    if args.save_dtype == "bfloat16" and not trainer.is_fsdp_enabled:
-        torch.nn.Module.to(base, torch.bfloat16)
+    if args.method != "gated":
+        remove_stream_forward(base)
+        if args.save_dtype == "bfloat16" and not trainer.is_fsdp_enabled:
+            torch.nn.Module.to(base, torch.bfloat16)
     if trainer.is_world_process_zero():
         shutil.rmtree(partial, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(partial))
+    trainer.save_final(partial)
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         options = {k: v for k, v in args.to_dict().items() if v is not None}

@@ -63,7 +63,7 @@ class MarsTrainer(Trainer):
             super().__init__(args=args, processing_class=checkpoint.tokenizer, **kwargs)
         self.stream_objective = args.objective
         self.block_size = args.block_size if self.stream_objective.masked_weight > 0 else 0
-        self.mask_token_id = checkpoint.mars.mask_token_id if checkpoint.mars else 0
+        self.mask_token_id = (checkpoint.mars and checkpoint.mars.mask_token_id) or 0
         # The loss is divided by the supervised tokens of the whole (accumulated, distributed)
         # batch, so the Trainer must count them and must not divide again.
         self.model_accepts_loss_kwargs = True
@@ -127,9 +127,17 @@ class MarsTrainer(Trainer):
         """Add the negative log-likelihood and accuracy per offset since the last log."""
         if "loss" in logs:
             sums = self.accelerator.reduce(self._sums, reduction="sum")
-            logs |= describe_sums(*sums)
+            logs |= self.describe_sums(sums)
             self._sums.zero_()
         super().log(logs, start_time)
+
+    def describe_sums(self, sums: Tensor) -> dict[str, float]:
+        """Name the statistics of the outputs since the last log."""
+        return describe_sums(*sums)
+
+    def save_final(self, folder: Path) -> None:
+        """Write the finished model."""
+        self.save_model(str(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
