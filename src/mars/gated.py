@@ -115,8 +115,10 @@ class GatedAdapter(nn.Module):
         """Make an untrained adapter for `model`, in float32, and attach it.
 
         Raises:
-            UserError: the model has no linear layer with one of the target names.
+            UserError: the model has an adapter already, or no linear layer of a target's name.
         """
+        if model in _adapters:
+            raise UserError("The model already has a gated adapter. Load the base model again.")
         super().__init__()
         self.config = config
         layers = _linear_layers(model, config.targets)
@@ -330,17 +332,25 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _linear_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
-    layers = {
-        name: module
+def all_linear(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of all linear layers of the decoder (last parts, each once)."""
+    return tuple(dict.fromkeys(name.rsplit(".", 1)[-1] for name, _ in _decoder_layers(model)))
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    head = model.get_output_embeddings()
+    return [
+        (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in targets
-    }
-    if not layers:
-        linear = (m for m in model.named_modules() if isinstance(m[1], nn.Linear))
-        names = sorted({name.rsplit(".", 1)[-1] for name, _ in linear})
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+
+
+def _linear_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
+    layers = {n: m for n, m in _decoder_layers(model) if n.rsplit(".", 1)[-1] in targets}
+    known = all_linear(model)
+    if missing := [name for name in targets if name not in known]:
         raise UserError(
-            f"The model has no linear layer named {' or '.join(targets)}. It has: "
-            f"{', '.join(names)}."
+            f"The model has no linear layer named {missing[0]!r}. It has: {', '.join(known)}."
         )
     return layers

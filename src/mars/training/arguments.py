@@ -100,8 +100,8 @@ class MarsArguments(TrainingArguments):
     lora_alpha: int = field(default=32, metadata={"help": "Scale of LoRA: alpha / rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before LoRA."})
     lora_targets: str = field(
-        default="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
-        metadata={"help": "gated: names of the linear layers that get a LoRA."},
+        default="all-linear",
+        metadata={"help": "gated: linear layers with LoRA: all-linear, or names: q_proj,v_proj."},
     )
     mask_embeddings: Literal["per-offset", "shared"] = field(
         default="per-offset", metadata={"help": "gated: one embedding per mask, or one in all."}

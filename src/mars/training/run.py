@@ -17,6 +17,7 @@ from mars.gated import (
     WEIGHTS_FILE,
     GatedAdapter,
     GatedConfig,
+    all_linear,
     fingerprint,
     is_adapter_folder,
     read_config,
@@ -140,7 +141,7 @@ def load_gated_base(args: MarsArguments) -> Checkpoint:
         fingerprint=fingerprint(model),
         block_size=args.block_size,
         rank=args.lora_rank,
-        targets=tuple(name.strip() for name in args.lora_targets.split(",")),
+        targets=lora_targets(model, args.lora_targets),
         mask_embeddings=args.block_size if args.mask_embeddings == "per-offset" else 1,
         head_width=args.draft_head,
     )
@@ -151,6 +152,13 @@ def load_gated_base(args: MarsArguments) -> Checkpoint:
         adapter.load(Path(start) / WEIGHTS_FILE, torch.float32, new_head=True)
     attach(checkpoint, adapter)
     return checkpoint
+
+
+def lora_targets(model: PreTrainedModel, option: str) -> tuple[str, ...]:
+    """Read the option `lora_targets`."""
+    if option == "all-linear":
+        return all_linear(model)
+    return tuple(name.strip() for name in option.split(","))
 
 
 def check_same_shape(wanted: GatedConfig, found: GatedConfig, folder: str) -> None:
