@@ -1,6 +1,7 @@
 """Checkpoints shared by the decoding tests, and a way to compare results."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mars.checkpoint import Checkpoint
+from mars.checkpoint import Checkpoint, attach
 from mars.decoding.generate import prepare
 from mars.decoding.options import DecodingOptions
 from mars.decoding.reference import reference
 from mars.decoding.request import Result
+from mars.gated import GatedAdapter, GatedConfig, mask_columns
 
 TIMES = ("prefill_seconds", "decode_seconds", "seconds")
 
@@ -40,6 +42,37 @@ def drafter(tiny_checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
         loss.backward()
         optimizer.step()
     model.requires_grad_(False)
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def gated_drafter(drafter: Checkpoint) -> Checkpoint:
+    """The same with a gated adapter, trained for seconds, in place of a mask token."""
+    model, window = deepcopy(drafter.model), 4
+    config = GatedConfig(
+        base=None,
+        fingerprint="",
+        block_size=window,
+        rank=8,
+        targets=("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+        mask_embeddings=window,
+    )
+    adapter = GatedAdapter(model, config)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-2)
+    offset_BM = torch.arange(window).expand(32, window)
+    for _ in range(150):
+        length = int(torch.randint(4, 24, (), generator=generator))
+        tokens = walks(32, length + window + 1, generator)
+        with mask_columns(model, length, offset_BM):
+            logits = model(tokens[:, :-1], use_cache=False).logits[:, length:]
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, length + 1 :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    adapter.requires_grad_(False)
+    checkpoint = Checkpoint(model=model, tokenizer=drafter.tokenizer, name="gated")
+    attach(checkpoint, adapter)
     return checkpoint
 
 

@@ -46,10 +46,45 @@ def test_ar_equals_transformers_on_real_prompts(checkpoint):
     assert all(result.tokens_per_forward == 1.0 for result in ours)
 
 
+@pytest.fixture(scope="module")
+def ar(checkpoint: Checkpoint) -> list[list[int]]:
+    few = prompts()[:4]
+    results = generate(checkpoint, few, mode="ar", max_new_tokens=NUM_TOKENS, batch_size=4)
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize(("layout", "batch_size"), [("linear", 4), ("partial", 1), ("full", 3)])
+def test_exact_equals_ar_on_real_prompts(checkpoint, ar, layout, batch_size):
+    """An untrained model: masks are right now and then, n-grams where it repeats itself."""
+    options = {"max_new_tokens": NUM_TOKENS, "batch_size": batch_size}
+    exact = generate(checkpoint, prompts()[:4], layout=layout, **options)
+    assert [result.token_ids for result in exact] == ar
+    assert max(result.tokens_per_forward for result in exact) > 1
+
+
+@pytest.mark.parametrize(("seed", "temperature"), [(0, 0.6), (1, 1.0)])
+def test_exact_equals_ar_sampled(checkpoint, seed, temperature):
+    few = prompts()[:4]
+    options = {"max_new_tokens": 24, "seed": seed, "temperature": temperature}
+    ar = generate(checkpoint, few, mode="ar", **options)
+    exact = generate(checkpoint, few, layout="partial", batch_size=3, **options)
+    assert [result.token_ids for result in exact] == [result.token_ids for result in ar]
+
+
+def test_drafts_without_training(checkpoint):
+    """Prompt lookup alone, on the model as it is."""
+    plain = load(dtype="float32")
+    few = [f"Repeat word for word: {prompt}" for prompt in prompts()[:4]]
+    ar = generate(plain, few, mode="ar", max_new_tokens=NUM_TOKENS)
+    exact = generate(plain, few, max_new_tokens=NUM_TOKENS)
+    assert [result.token_ids for result in exact] == [result.token_ids for result in ar]
+    assert sum(result.forwards for result in exact) < sum(result.forwards for result in ar)
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])
 def test_every_path_equals_the_reference(checkpoint, settings):
     """An untrained model has no opinion at its masks, so tau is low enough to accept some."""
-    options = DecodingOptions(threshold=0.05, max_new_tokens=20, **settings)
+    options = DecodingOptions(mode="threshold", threshold=0.05, max_new_tokens=20, **settings)
     few = prompts()[:4]
     expected = [reference_result(checkpoint, prompt, options) for prompt in few]
     assert max(result["tokens_per_forward"] for result in expected) > 1

@@ -104,9 +104,11 @@ def what_is_said(result: Result | dict[str, Any]) -> dict[str, Any]:
 def decode_all(
     checkpoint: Checkpoint, requests: list[Request], **kwargs: Any
 ) -> tuple[list[Result], list[str]]:
+    assert checkpoint.mars is not None
+    mask_token_id = checkpoint.mars.mask_token_id
     results: dict[int, Result] = {}
     texts = [""] * len(requests)
-    for event in decode(checkpoint.model, requests, mask_token_id=MASK, **kwargs):
+    for event in decode(checkpoint.model, requests, mask_token_id=mask_token_id, **kwargs):
         texts[event.index] += event.text
         if event.result is not None:
             results[event.index] = event.result
@@ -124,7 +126,8 @@ def check_batch(
     for (ids, options), result, text in zip(rows, results, texts, strict=True):
         assert what_is_said(result) == what_is_said(reference_result(checkpoint, ids, options))
         assert text == result.text
-        assert MASK not in result.token_ids
+        assert checkpoint.mars is not None
+        assert checkpoint.mars.mask_token_id not in result.token_ids
         assert sum(k * n for k, n in enumerate(result.acceptance_histogram)) == len(
             result.token_ids
         )
@@ -149,6 +152,35 @@ def test_exact_says_what_ar_says_without_any_training(
     llama: Checkpoint, rows: list[tuple[list[int], DecodingOptions]], batch_size: int
 ) -> None:
     check_batch(llama, rows, batch_size)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(prompt_ids, all_options.filter(lambda options: options.mode != "threshold")),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 4),
+)
+def test_exact_with_a_gated_adapter_says_what_its_base_model_says(
+    gated_drafter: Checkpoint, rows: list[tuple[list[int], DecodingOptions]], batch_size: int
+) -> None:
+    """The reference knows nothing of adapters."""
+    check_batch(gated_drafter, rows, batch_size)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masks_of_a_gated_adapter_are_accepted_in_runs_of_every_length(
+    gated_drafter: Checkpoint, layout: str
+) -> None:
+    prompts = walks(24, 9, torch.Generator().manual_seed(5)).tolist()
+    options = {"max_new_tokens": 48, "ignore_eos": True, "ngram": False, "temperature": 0.5}
+    results = generate(gated_drafter, prompts, layout=layout, **options)
+    seen = Counter[int]()
+    for result in results:
+        seen.update(dict(enumerate(result.acceptance_histogram)))
+    assert all(seen[k] > 0 for k in range(1, 6)), seen
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from mars.compat import _forward_signature
 from mars.decoding.plan import RowPlan
 from mars.engine.runner import Runner
+from mars.gated import GatedAdapter, GatedConfig, mask_columns
 from tests.conftest import FAMILIES, make_model
 
 MASK = 3
@@ -260,3 +261,30 @@ def test_the_adapter_learns_which_columns_are_masks(
     runner.forward(0, tokens, [RowPlan(), RowPlan()])
     runner.forward(0, [[*row, 9] for row in tokens], [ROW_PLANS[4], ROW_PLANS[1]])
     assert calls == [(4, [[], []]), (3, [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 0, 0]])]
+
+
+def test_groups_of_a_gated_adapter_equal_plain_forwards(
+    tiny_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = tiny_model("llama")
+    config = GatedConfig(
+        base=None, fingerprint="", block_size=4, rank=4, targets=("q_proj",), mask_embeddings=4
+    )
+    adapter = GatedAdapter(model, config)
+    torch.nn.init.normal_(adapter.mask_embedding)
+    for matrix in adapter.lora_b:
+        torch.nn.init.normal_(matrix)
+    runner = Runner(model, num_rows=len(ROW_PLANS), max_positions=32)
+    tokens = [random_tokens(3 + 2 * seed, seed) for seed in range(len(ROW_PLANS))]
+    for _ in ROW_PLANS:
+        runner.add_row()
+    real_BCV, mask_BMV = runner.forward(0, tokens, ROW_PLANS)
+    for row, plan, real_CV, mask_MV in zip(tokens, ROW_PLANS, real_BCV, mask_BMV, strict=True):
+        expected = plain_forward(model, [*row, *plan.drafts])[len(row) - 1 :]
+        torch.testing.assert_close(real_CV[-len(expected) :], expected, atol=1e-4, rtol=1e-4)
+        for number, length in enumerate(plan.groups):
+            prefix = [*row, *plan.drafts[:length]]
+            with mask_columns(model, len(prefix), torch.arange(plan.window)[None]):
+                expected = plain_forward(model, prefix + [0] * plan.window)[len(prefix) :]
+            group = mask_MV[number * plan.window : (number + 1) * plan.window]
+            torch.testing.assert_close(group, expected, atol=1e-4, rtol=1e-4)

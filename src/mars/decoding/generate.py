@@ -140,7 +140,7 @@ def _with_overrides(options: DecodingOptions | None, overrides: dict[str, Any]) 
             f"Unknown option {', '.join(unknown)}. Options: {', '.join(sorted(names))}."
         )
     if {"threshold", "confidence"} & set(overrides) and "mode" not in overrides:
-        overrides = {"mode": "threshold"} | overrides
+        overrides.setdefault("mode", "threshold")
     return replace(options or DecodingOptions(), **overrides)
 
 

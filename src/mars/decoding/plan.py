@@ -22,7 +22,8 @@ Shapes: B rows, T = R + M columns (R real, M mask columns), G groups, S slots.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -135,12 +136,9 @@ class Columns:
     def to(self, device: torch.device) -> "Columns":
         """Move the tensors in one transfer."""
         names = [field.name for field in fields(self) if field.name.endswith("_BT")]
-        moved = torch.stack([getattr(self, name) for name in names]).to(device)
-        counts = {"num_real", "num_outputs", "num_slots"}
-        return Columns(
-            **{name: getattr(self, name) for name in counts},
-            **dict(zip(names, moved.unbind(), strict=True)),
-        )
+        moved = torch.stack([getattr(self, name) for name in names]).to(device).unbind()
+        changes: dict[str, Any] = dict(zip(names, moved, strict=True))
+        return replace(self, **changes)
 
     def visible(self) -> torch.Tensor:
         """Return bool (B, 1, T, S), True where a column sees a slot; every column sees one."""
