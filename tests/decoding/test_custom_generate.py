@@ -66,6 +66,8 @@ def test_ar_equals_stock_generate(model: PreTrainedModel, settings: dict[str, An
     # With a processor that only `transformers` knows, all of them run as hooks.
     assert torch.equal(run(model, mode="ar", **suppressed, **settings), expected)
     assert torch.equal(run(model, mode="ar", **settings), expected)
+    for layout in ("linear", "full"):
+        assert torch.equal(run(model, layout=layout, **settings), expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2}, {"no_repeat_ngram_size": 2}])
