@@ -136,18 +136,18 @@ class GatedAdapter(nn.Module):
             self.head = DraftHead(weight.shape[1], config.head_width).to(device)
         mean = weight.float().mean(0, keepdim=True)  # of all starts the best: docs/log.md
         self.mask_embedding = nn.Parameter(mean.repeat(config.mask_embeddings, 1))
-        self._start: int | None = None
+        self.start: int | None = None  # first mask column of the forward that runs
         self._offset_BM: Tensor | None = None
         self._attach(model, list(layers.values()))
 
     @contextmanager
     def columns(self, start: int, offset_BM: Tensor) -> Generator[None]:
         """Act on the columns from `start` on, inside the block; see `mask_columns`."""
-        self._start, self._offset_BM = start, offset_BM
+        self.start, self._offset_BM = start, offset_BM
         try:
             yield
         finally:
-            self._start = self._offset_BM = None
+            self.start = self._offset_BM = None
 
     def save(self, folder: str | Path) -> None:
         """Write the adapter's two files, weights in bfloat16."""
@@ -205,7 +205,7 @@ class GatedAdapter(nn.Module):
             return output
         index = self._offset_BM if self.config.mask_embeddings > 1 else self._offset_BM * 0
         masks = self.mask_embedding[index].to(output.dtype)
-        return torch.cat([output[:, : self._start], masks], dim=1)
+        return torch.cat([output[:, : self.start], masks], dim=1)
 
 
 class _LoraHook:
@@ -215,7 +215,7 @@ class _LoraHook:
         self._adapter, self._a, self._b = adapter, a, b
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        start = self._adapter._start
+        start = self._adapter.start
         if start is None or start == output.shape[1]:
             return output
         a, b = self._a.to(output.dtype), self._b.to(output.dtype)
@@ -228,6 +228,55 @@ class _LoraHook:
             )
         output[:, start:] += delta
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """The draft head of a model, with the hidden states of its last forward's masks."""
+
+    hidden_BMD: Tensor
+    head: DraftHead
+    embedding_VD: Tensor
+    output_VD: Tensor
+
+    def logits(self, hidden_BD: Tensor, logits_BV: Tensor, previous_B: Tensor) -> Tensor:
+        """Correct the logits of one mask per row, of its likeliest tokens; the others are -inf.
+
+        Args:
+            hidden_BD: of the mask.
+            logits_BV: of the mask alone.
+            previous_B: int64, the token before the one it predicts.
+        """
+        candidates_BC = logits_BV.topk(min(CANDIDATES, logits_BV.shape[1]), dim=1).indices
+        corrected_BD = self.head(hidden_BD, self.embedding_VD[previous_B])
+        found_BC = (self.output_VD[candidates_BC] @ corrected_BD[..., None])[..., 0]
+        lowest = torch.full_like(logits_BV, float("-inf"), dtype=torch.float32)
+        return lowest.scatter(1, candidates_BC, found_BC.float())
+
+
+@contextmanager
+def correction_of(model: PreTrainedModel) -> Generator[list[Correction]]:
+    """Collect the hidden states that the draft head needs from a forward in the block.
+
+    Yields:
+        A list that holds one `Correction` afterwards, for mask columns; empty without a head.
+    """
+    adapter, found = _adapters.get(model), []
+    if adapter is None or adapter.head is None:
+        yield found
+        return
+    head: DraftHead = adapter.head
+    output: Any = model.get_output_embeddings()
+
+    def keep(module: nn.Module, inputs: Any, decoded: Any) -> None:
+        hidden_BMD = decoded.last_hidden_state[:, adapter.start :]
+        found.append(Correction(hidden_BMD, head, input_embedding(model).weight, output.weight))
+
+    handle = model.get_decoder().register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -48,7 +48,18 @@ def drafter(tiny_checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
 @pytest.fixture(scope="session")
 def gated_drafter(drafter: Checkpoint) -> Checkpoint:
     """The same with a gated adapter, trained for seconds, in place of a mask token."""
+    return with_adapter(drafter, head_width=0)
+
+
+@pytest.fixture(scope="session")
+def headed_drafter(drafter: Checkpoint) -> Checkpoint:
+    """With a draft head as well: every draft knows the one before."""
+    return with_adapter(drafter, head_width=16)
+
+
+def with_adapter(drafter: Checkpoint, *, head_width: int) -> Checkpoint:
     model, window = deepcopy(drafter.model), 4
+    torch.manual_seed(0)
     config = GatedConfig(
         base=None,
         fingerprint="",
@@ -56,6 +67,7 @@ def gated_drafter(drafter: Checkpoint) -> Checkpoint:
         rank=8,
         targets=("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
         mask_embeddings=window,
+        head_width=head_width,
     )
     adapter = GatedAdapter(model, config)
     generator = torch.Generator().manual_seed(0)
@@ -65,8 +77,13 @@ def gated_drafter(drafter: Checkpoint) -> Checkpoint:
         length = int(torch.randint(4, 24, (), generator=generator))
         tokens = walks(32, length + window + 1, generator)
         with mask_columns(model, length, offset_BM):
-            logits = model(tokens[:, :-1], use_cache=False).logits[:, length:]
+            hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state[:, length:]
+        logits = model.lm_head(hidden)
         loss = cross_entropy(logits.flatten(0, 1), tokens[:, length + 1 :].flatten())
+        if adapter.head is not None:
+            corrected = adapter.head(hidden, model.model.embed_tokens(tokens[:, length:-1]))
+            logits = model.lm_head(corrected)
+            loss = loss + cross_entropy(logits.flatten(0, 1), tokens[:, length + 1 :].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

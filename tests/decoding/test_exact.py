@@ -20,8 +20,10 @@ from mars.decoding.drafts import Draft
 from mars.decoding.generate import generate, prepare, stream
 from mars.decoding.loop import decode
 from mars.decoding.options import DecodingOptions
-from mars.decoding.request import Request, Result
-from mars.decoding.step import Decision
+from mars.decoding.request import Progress, Request, Result
+from mars.decoding.step import Decision, StepParams, decide
+from mars.engine.runner import Runner
+from mars.gated import mask_columns
 from tests.conftest import FAMILIES
 from tests.decoding.conftest import reference_result, walks
 
@@ -164,10 +166,57 @@ def test_exact_says_what_ar_says_without_any_training(
     st.integers(1, 4),
 )
 def test_exact_with_a_gated_adapter_says_what_its_base_model_says(
-    gated_drafter: Checkpoint, rows: list[tuple[list[int], DecodingOptions]], batch_size: int
+    gated_drafter: Checkpoint,
+    headed_drafter: Checkpoint,
+    rows: list[tuple[list[int], DecodingOptions]],
+    batch_size: int,
 ) -> None:
     """The reference knows nothing of adapters."""
     check_batch(gated_drafter, rows, batch_size)
+    check_batch(headed_drafter, rows, batch_size)
+
+
+def test_draft_head_sees_the_token_before_each_draft(headed_drafter: Checkpoint) -> None:
+    """A slow computation of the drafts of one step, mask by mask."""
+    model, adapter = headed_drafter.model, headed_drafter.adapter
+    assert adapter is not None
+    assert adapter.head is not None
+    prompts = walks(6, 9, torch.Generator().manual_seed(5)).tolist()
+    options = DecodingOptions(max_new_tokens=20, ngram=False)
+    for prompt in prompts:
+        row = Progress(prepare(headed_drafter, prompt, options))
+        runner = Runner(model, num_rows=1, max_positions=64)
+        runner.add_row()
+        plan = row.plan()
+        real, masks = runner.forward(0, [row.tokens], [plan])
+        params = StepParams.of([row.request], real.shape[-1], real.device)
+        (decision,) = decide(real, masks, [row], [plan], params, [], None, runner.correction)
+        length = len(prompt)
+        with torch.no_grad(), mask_columns(model, length, torch.arange(4)[None]):
+            ids = torch.tensor([[*prompt, 0, 0, 0, 0]])
+            hidden = model.model(ids, use_cache=False).last_hidden_state[0]
+            previous = int(model.lm_head(hidden[length - 1]).argmax())
+            assert decision.tokens == [previous]
+            for draft, mask in zip(decision.drafts, hidden[length:], strict=True):
+                likely = model.lm_head(mask).topk(32).indices
+                token = torch.tensor(previous)
+                corrected = adapter.head(mask, model.model.embed_tokens.weight[token])
+                logits = model.lm_head(corrected)[likely]
+                previous = int(likely[logits.argmax()])
+                assert draft.token == previous
+                assert draft.confidence == pytest.approx(float(logits.softmax(0).max()), abs=1e-4)
+
+
+def test_draft_head_raises_acceptance(
+    gated_drafter: Checkpoint, headed_drafter: Checkpoint
+) -> None:
+    prompts = walks(24, 9, torch.Generator().manual_seed(5)).tolist()
+    options = {"max_new_tokens": 48, "ignore_eos": True, "ngram": False, "temperature": 0.5}
+    forwards = [
+        sum(r.forwards for r in generate(checkpoint, prompts, **options))
+        for checkpoint in (gated_drafter, headed_drafter)
+    ]
+    assert forwards[1] < 0.9 * forwards[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -116,7 +116,10 @@ class _Decoder:
         real, masks = self._runner.forward(first, [row.tokens for row in progress], plans)
         params = self._params_of(rows, real)
         histories = self._histories_of(rows, real) if params.has_penalties else []
-        decisions = decide(real, masks, progress, plans, params, histories, self._mask_token_id)
+        decisions = decide(
+            *(real, masks, progress, plans, params, histories),
+            *(self._mask_token_id, self._runner.correction),
+        )
         self._runner.keep(first, [decision.num_accepted for decision in decisions])
         events = [_commit(row, decision) for row, decision in zip(rows, decisions, strict=True)]
         self._drop_finished()

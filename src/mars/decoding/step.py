@@ -23,9 +23,12 @@ from mars.decoding.sampling import (
     penalise,
 )
 from mars.decoding.verify import align_right, count_accepted, find_group, take_group
+from mars.gated import Correction
 
 # (number of the row, column) -> all tokens before the one that the column predicts; None: padding.
 _Prefix = Callable[[int, int], list[int] | None]
+# (logits of a column, its number, tokens chosen in the columns before it) -> logits.
+_Correct = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ def decide(
     params: StepParams,
     histories: Sequence[History],
     mask_token_id: int | None,
+    correction: Correction | None = None,
 ) -> list[Decision]:
     """Verify the drafts of every row, and read the masks that stand behind the last right one.
 
@@ -144,6 +148,7 @@ def decide(
         params: the rows' settings.
         histories: what penalties look at, one per row; empty if there are no penalties.
         mask_token_id: never chosen, and no part of any distribution.
+        correction: the draft head, if there is one; it serves rows in the exact mode.
     """
     if mask_token_id is not None:
         real_BCV[..., mask_token_id] = MINUS_INFINITY
@@ -156,7 +161,7 @@ def decide(
     parts = {"accepted": accepted_B[:, None], "choice": choice_BC}
     # 3. What the masks say that stood there.
     if mask_BMV.shape[1]:
-        parts |= _read_masks(step, mask_BMV, choice_BC, accepted_B)
+        parts |= _read_masks(step, mask_BMV, choice_BC, accepted_B, correction)
     if params.num_logprobs is not None:
         chosen, top, ids = log_probabilities(penalised_BCV, choice_BC, params.num_logprobs)
         parts |= {"logprob": chosen, "top_logprob": top.flatten(1), "top_id": ids.flatten(1)}
@@ -186,7 +191,11 @@ def _choose_real(step: _Step, real_BCV: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _read_masks(
-    step: _Step, mask_BMV: torch.Tensor, choice_BC: torch.Tensor, accepted_B: torch.Tensor
+    step: _Step,
+    mask_BMV: torch.Tensor,
+    choice_BC: torch.Tensor,
+    accepted_B: torch.Tensor,
+    correction: Correction | None,
 ) -> dict[str, torch.Tensor]:
     """Choose at the masks of the group of each row's accept length.
 
@@ -210,7 +219,13 @@ def _read_masks(
     position_BW = (step.length_B + accepted_B + 1)[:, None] + torch.arange(width, device=device)
     known = torch.cat([num_masks_B[:, None], accepted_B[:, None], next_B1], dim=1)
     prefix = _mask_prefix(step, known) if _has_hooks(step) else None
-    token_BW, penalised_BWV = _choose_columns(step, mask_BWV, position_BW, history, prefix)
+    correct = None
+    if correction is not None:
+        hidden_BWD = take_group(correction.hidden_BMD, group_B, step.window_B, width)
+        correct = _sequential(step, correction, hidden_BWD, next_B1)
+    token_BW, penalised_BWV = _choose_columns(
+        step, mask_BWV, position_BW, history, prefix, correct=correct
+    )
     sure_B = leading_run(_passes(penalised_BWV, step.params), num_masks_B)
     return {
         "num_masks": num_masks_B[:, None],
@@ -218,6 +233,22 @@ def _read_masks(
         "draft": token_BW,
         "probability": confidence(penalised_BWV, "probability"),
     }
+
+
+def _sequential(
+    step: _Step, correction: Correction, hidden_BWD: torch.Tensor, next_B1: torch.Tensor
+) -> _Correct:
+    """Let the draft head see the token before each draft: the known one, or the draft before."""
+    modes = [[row.request.mode == "exact"] for row in step.rows]
+    is_exact_B1 = torch.tensor(modes, device=next_B1.device)
+
+    def correct(logits_B1V: torch.Tensor, column: int, chosen_BD: torch.Tensor) -> torch.Tensor:
+        previous_B = (chosen_BD if column else next_B1)[:, -1]
+        raw_BV = logits_B1V[:, 0]
+        corrected_BV = correction.logits(hidden_BWD[:, column], raw_BV, previous_B)
+        return torch.where(is_exact_B1, corrected_BV, raw_BV.float())[:, None]
+
+    return correct
 
 
 def _mask_prefix(step: _Step, known_B3: torch.Tensor) -> _Prefix:
@@ -240,6 +271,7 @@ def _choose_columns(
     history: History | None,
     prefix: _Prefix | None,
     follows_BK: torch.Tensor | None = None,
+    correct: _Correct | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose a token per column; where that depends on earlier tokens, column by column.
 
@@ -250,12 +282,13 @@ def _choose_columns(
         history: what penalties look at before the first column; is changed.
         prefix: tokens before a column, as far as they were known before.
         follows_BK: tokens between the columns (-1: none); None: what is chosen here.
+        correct: changes the logits of a column once the tokens before it are chosen.
 
     Returns:
         The choices (B, C), and the logits after hooks, bias and penalties.
     """
     params = step.params
-    if not params.one_by_one:
+    if not params.one_by_one and correct is None:
         penalised_BCV = penalise(logits_BCV, params.sampling)
         return choose(penalised_BCV, params.sampling, position_BC), penalised_BCV
     choice_BC = torch.empty_like(position_BC)
@@ -263,7 +296,10 @@ def _choose_columns(
     for column in range(logits_BCV.shape[1]):
         here = slice(column, column + 1)
         chosen_BD = choice_BC[:, : column if follows_BK is None else 0]
-        logits_B1V = _apply_hooks(step, logits_BCV[:, here], column, prefix, chosen_BD)
+        logits_B1V = logits_BCV[:, here]
+        if correct is not None:
+            logits_B1V = correct(logits_B1V, column, chosen_BD)
+        logits_B1V = _apply_hooks(step, logits_B1V, column, prefix, chosen_BD)
         penalised.append(penalise(logits_B1V, params.sampling, history))
         choice_BC[:, here] = choose(penalised[-1], params.sampling, position_BC[:, here])
         if history is not None:

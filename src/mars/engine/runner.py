@@ -12,7 +12,7 @@ from mars.compat import attention_implementation, cached_forward, register_atten
 from mars.decoding.plan import RowPlan, lay_out
 from mars.engine.attention import grouped_attention
 from mars.engine.cache import SlotCache
-from mars.gated import mask_columns
+from mars.gated import Correction, correction_of, mask_columns
 
 ATTENTION = "mars"
 _SLACK_SLOTS = 64
@@ -29,6 +29,7 @@ class Runner:
     Attributes:
         cached: for each row, how many of its tokens the cache holds.
         cache: the only KV cache there is.
+        correction: what the model's draft head needs of the last forward; None without a head.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Runner:
         """
         self.model = model
         self.cached: list[int] = []
+        self.correction: Correction | None = None
         self.cache = SlotCache(num_rows, 0)
         self._max_positions = max_positions
         self._mask = 0 if mask_token_id is None else mask_token_id
@@ -120,6 +122,7 @@ class Runner:
         with (
             attention_implementation(self.model, ATTENTION),
             mask_columns(self.model, columns.num_real, offset_BM),
+            correction_of(self.model) as corrections,
         ):
             logits = cached_forward(
                 self.model,
@@ -130,6 +133,7 @@ class Runner:
                 num_logits=columns.num_outputs + num_masks,
             )
         self.cached[rows] = [len(row) for row in tokens]
+        self.correction = corrections[0] if corrections and num_masks else None
         return logits[:, : columns.num_outputs], logits[:, columns.num_outputs :]
 
     def _reserve(self, num_slots: int) -> None:
