@@ -1,0 +1,366 @@
+/* Attention of few queries to many cached slots, row by row the same bits.
+
+   A query's result depends on its own numbers and on the keys and values of the slots it sees, in
+   their order; not on other queries, columns, rows, on the size of the cache or on threads. For:
+   every score is two chains of fused multiply-adds over the width (even and odd dimensions); the
+   maximum is exact; sums over slots run slot by slot, where an invisible slot adds an exact zero.
+   Vector lanes never add to each other. All arithmetic is fp32, rounded once at the end.
+
+   Shapes: B rows, T columns, K slots, H query heads, G of them per key-value head, D width of
+   queries and keys, W width of values. A task is a row, a key-value head and a stretch of its T * G
+   queries, column by column; slots go in units of 32, and a unit that no query of the task sees is
+   skipped. Compile with -ffp-contract=off: what is fused is written as such. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+enum { LANES = 16, UNIT = 2 * LANES, TILE = 4, MAX_QUERIES = 64, MIN_QUERIES = 8 };
+enum { SMALL_CALL = 1 << 17 }; /* multiply-adds of a call that one thread does faster alone */
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (uvec){__VA_ARGS__})
+#endif
+
+struct call {
+    int64_t rows, heads, kv_heads, columns, slots, width, value_width;
+    int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2]; /* elements */
+    int64_t is_bf16, threads;
+    float scale;
+};
+
+INLINE vec splat(float x) { return x - (vec){0}; } /* x - 0 keeps -0; x + 0 would not */
+INLINE vec load(const float *p) { vec x; memcpy(&x, p, sizeof x); return x; }
+INLINE void store(float *p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE vec choose(ivec where, vec a, vec b) {
+    return (vec)((where & (ivec)a) | (~where & (ivec)b));
+}
+
+/* a * b + c with one rounding, or, where the processor has none such, with two. */
+INLINE vec fma16(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union { vec v; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    return z.v;
+#elif defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+/* exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0. */
+INLINE vec exp16(vec x) {
+    const ivec tiny = x < -87.0f;
+    x = choose(tiny, splat(-87.0f), x);
+    const vec shifted = fma16(x, splat(1.44269504f), splat(12582912.0f)); /* n in the low bits */
+    const vec n = shifted - 12582912.0f;
+    vec r = fma16(n, splat(-0.693145752f), x);
+    r = fma16(n, splat(-1.42860677e-6f), r);
+    vec y = splat(1.9875691500e-4f);
+    y = fma16(y, r, splat(1.3981999507e-3f));
+    y = fma16(y, r, splat(8.3334519073e-3f));
+    y = fma16(y, r, splat(4.1665795894e-2f));
+    y = fma16(y, r, splat(1.6666665459e-1f));
+    y = fma16(y, r, splat(5.0000001201e-1f));
+    y = fma16(y, r * r, r) + 1.0f;
+    const uvec power = ((uvec)shifted << 23) + 0x3f800000u; /* 2 ** n */
+    return choose(tiny, splat(0.0f), y * (vec)power);
+}
+
+/* 64 bytes: 32 bf16 numbers as pairs, or 16 fp32 ones. What lies beyond `bytes` reads as 0. */
+INLINE uvec load_words(const char *p, int64_t bytes) {
+    uvec x = {0};
+    if (bytes >= (int64_t)sizeof x) memcpy(&x, p, sizeof x);
+    else if (bytes > 0) memcpy(&x, p, bytes);
+    return x;
+}
+
+/* The halves of 16 pairs of bf16 numbers, as fp32. */
+INLINE vec low(uvec pairs) { return (vec)(pairs << 16); }
+INLINE vec high(uvec pairs) { return (vec)(pairs & 0xffff0000u); }
+
+/* fp32 numbers rounded to bf16, ties to even, in the high halves; a NaN stays one. */
+INLINE uvec round16(vec x) {
+    const uvec bits = (uvec)x, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return (uvec)choose(x == x, (vec)rounded, (vec)(bits | 0x400000u)) & 0xffff0000u;
+}
+
+#define SWAP(step, low, high) \
+    for (int i = 0; i < LANES; i++) \
+        if (!(i & step)) { \
+            const uvec a = x[i], b = x[i + step]; \
+            x[i] = SHUFFLE(a, b, low); \
+            x[i + step] = SHUFFLE(a, b, high); \
+        }
+#define LIST(...) __VA_ARGS__
+
+INLINE void transpose(uvec x[LANES]) {
+    SWAP(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+         LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    SWAP(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+         LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+    SWAP(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+         LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+    SWAP(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+         LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+}
+
+/* Write the keys of 16 slots as columns: kt[d][slot], fp32. Slots from `count` on are 0. */
+static void load_keys(float *kt, const char *key, int64_t stride, int64_t count, int64_t width,
+                      int64_t is_bf16) {
+    const int64_t bytes = width * (is_bf16 ? 2 : 4);
+    for (int64_t start = 0; start < bytes; start += sizeof(uvec)) {
+        uvec x[LANES];
+        if (count >= LANES && bytes - start >= (int64_t)sizeof(uvec))
+            for (int i = 0; i < LANES; i++) memcpy(&x[i], key + i * stride + start, sizeof(uvec));
+        else
+            for (int i = 0; i < LANES; i++)
+                x[i] = load_words(key + i * stride + start, i < count ? bytes - start : 0);
+        transpose(x);
+        for (int i = 0; i < LANES; i++, kt += is_bf16 ? 2 * UNIT : UNIT) {
+            store(kt, is_bf16 ? low(x[i]) : (vec)x[i]);
+            if (is_bf16) store(kt + UNIT, high(x[i]));
+        }
+    }
+}
+
+/* Write a value as fp32; of 32 bf16 numbers first the even ones, then the odd ones. */
+INLINE void load_value(float *to, const char *value, int64_t width, int64_t is_bf16) {
+    const int64_t bytes = width * (is_bf16 ? 2 : 4);
+    for (int64_t start = 0; start < bytes; start += sizeof(uvec)) {
+        const uvec x = load_words(value + start, bytes - start);
+        store(to, is_bf16 ? low(x) : (vec)x);
+        to += LANES;
+        if (is_bf16) {
+            store(to, high(x));
+            to += LANES;
+        }
+    }
+}
+
+/* Divide, round and write what `load_value` has arranged. */
+INLINE void store_value(char *to, const float *from, float divisor, int64_t width,
+                        int64_t is_bf16) {
+    const int64_t bytes = width * (is_bf16 ? 2 : 4);
+    for (int64_t start = 0; start < bytes; start += sizeof(uvec)) {
+        uvec x = (uvec)(load(from) / divisor);
+        from += LANES;
+        if (is_bf16) {
+            x = (round16((vec)x) >> 16) | round16(load(from) / divisor);
+            from += LANES;
+        }
+        const int64_t left = bytes - start;
+        memcpy(to + start, &x, left < (int64_t)sizeof x ? left : (int64_t)sizeof x);
+    }
+}
+
+/* Scores of `num` queries for a unit of slots. */
+INLINE void score_tile(int num, float *score, int64_t score_stride, const float *query,
+                       int64_t query_stride, const float *kt, int64_t width) {
+    vec sum[TILE][4];
+    for (int r = 0; r < num; r++)
+        for (int i = 0; i < 4; i++) sum[r][i] = (vec){0};
+    for (int64_t d = 0; d < width; d += 2) {
+        vec k[4];
+        for (int i = 0; i < 4; i++) k[i] = load(kt + d * UNIT + i * LANES);
+        for (int r = 0; r < num; r++) {
+            const vec even = splat(query[r * query_stride + d]);
+            const vec odd = splat(query[r * query_stride + d + 1]);
+            sum[r][0] = fma16(even, k[0], sum[r][0]);
+            sum[r][1] = fma16(even, k[1], sum[r][1]);
+            sum[r][2] = fma16(odd, k[2], sum[r][2]);
+            sum[r][3] = fma16(odd, k[3], sum[r][3]);
+        }
+    }
+    for (int r = 0; r < num; r++) {
+        store(score + r * score_stride, sum[r][0] + sum[r][2]);
+        store(score + r * score_stride + LANES, sum[r][1] + sum[r][3]);
+    }
+}
+
+/* Turn `count` scores of a query into exp(score - maximum), 0 where it does not see. */
+static void weigh(float *score, const int32_t *seen, int64_t count, float scale) {
+    vec top = splat(-INFINITY);
+    for (int64_t k = 0; k < count; k += LANES) {
+        const ivec where = (ivec)load((const float *)seen + k);
+        const vec x = choose(where, load(score + k) * scale, splat(-INFINITY));
+        store(score + k, x);
+        top = choose(x > top, x, top);
+    }
+    float maximum = top[0];
+    for (int i = 1; i < LANES; i++) maximum = top[i] > maximum ? top[i] : maximum;
+    for (int64_t k = 0; k < count; k += LANES) {
+        const ivec where = (ivec)load((const float *)seen + k);
+        store(score + k, choose(where, exp16(load(score + k) - maximum), splat(0.0f)));
+    }
+}
+
+/* Add weighted values of a unit of slots to `num` sums of `vectors` * 16 dimensions; with
+   `is_first`, also the weights to their totals. */
+INLINE void value_tile(int num, int vectors, float *sum, float *total, int is_first,
+                       int64_t sum_stride, const float *weight, int64_t weight_stride,
+                       const float *value, int64_t value_stride) {
+    vec out[TILE][4], norm[TILE];
+    for (int r = 0; r < num; r++) {
+        norm[r] = load(total + r * sum_stride);
+        for (int i = 0; i < vectors; i++) out[r][i] = load(sum + r * sum_stride + i * LANES);
+    }
+    for (int k = 0; k < UNIT; k++) {
+        vec v[4];
+        for (int i = 0; i < vectors; i++) v[i] = load(value + k * value_stride + i * LANES);
+        for (int r = 0; r < num; r++) {
+            const vec w = splat(weight[r * weight_stride + k]);
+            norm[r] += w;
+            for (int i = 0; i < vectors; i++) out[r][i] = fma16(w, v[i], out[r][i]);
+        }
+    }
+    for (int r = 0; r < num; r++) {
+        if (is_first) store(total + r * sum_stride, norm[r]);
+        for (int i = 0; i < vectors; i++) store(sum + r * sum_stride + i * LANES, out[r][i]);
+    }
+}
+
+/* Constant sizes, so that the sums of a tile stay in registers. */
+#define FOR_TILE(left, CALL) \
+    switch (left) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
+                    default: CALL(4); }
+
+static void run_task(const struct call *c, char *out, const char *query, const char *key,
+                     const char *value, const uint8_t *mask, int64_t row, int64_t kv_head,
+                     int64_t first, int64_t num) {
+    const int64_t group = c->heads / c->kv_heads, size = c->is_bf16 ? 2 : 4;
+    const int64_t units = (c->slots + UNIT - 1) / UNIT, padded = units * UNIT;
+    const int64_t width = (c->width + UNIT - 1) / UNIT * UNIT;
+    const int64_t value_width = (c->value_width + UNIT - 1) / UNIT * UNIT;
+    const int64_t sum_stride = value_width + LANES; /* the sum of the weights comes last */
+    const int64_t first_column = first / group;
+    const int64_t num_columns = (first + num - 1) / group + 1 - first_column;
+    const int64_t key_stride = c->key_strides[2] * size, value_stride = c->value_strides[2] * size;
+    query += (row * c->query_strides[0] + kv_head * group * c->query_strides[1]) * size;
+    key += (row * c->key_strides[0] + kv_head * c->key_strides[1]) * size;
+    value += (row * c->value_strides[0] + kv_head * c->value_strides[1]) * size;
+    out += (row * c->columns * c->heads + kv_head * group) * c->value_width * size;
+    mask += row * c->mask_strides[0];
+
+    /* 1. Scratch: queries, one unit of keys or values, sums, scores, what columns see, units. */
+    const int64_t unit_width = width > value_width ? width : value_width;
+    const int64_t words = num * (width + sum_stride + padded) + UNIT * unit_width +
+                          (num_columns + 1) * padded + 2 * units;
+    float *q = aligned_alloc(64, (words * 4 + 63) / 64 * 64);
+    if (!q) abort();
+    float *unit = q + num * width, *sum = unit + UNIT * unit_width;
+    float *score = sum + num * sum_stride;
+    int32_t *seen = (int32_t *)(score + num * padded);
+    int32_t *seen_by_any = seen + num_columns * padded;
+    int64_t *unit_of = (int64_t *)(seen_by_any + padded);
+
+    /* 2. The units that any of the columns sees, and what each column sees of them. */
+    int64_t used = 0;
+    for (int64_t u = 0; u < units; u++) {
+        const int64_t left = c->slots - u * UNIT;
+        int32_t any = 0, *all = seen_by_any + used * UNIT;
+        memset(all, 0, UNIT * sizeof *all);
+        for (int64_t t = 0; t < num_columns; t++) {
+            uint8_t bytes[UNIT] = {0};
+            memcpy(bytes, mask + (first_column + t) * c->mask_strides[1] + u * UNIT,
+                   left < UNIT ? left : UNIT);
+            int32_t *to = seen + t * padded + used * UNIT;
+            for (int k = 0; k < UNIT; k++) all[k] |= to[k] = -(bytes[k] != 0);
+        }
+        for (int k = 0; k < UNIT; k++) any |= all[k];
+        unit_of[used] = u;
+        used += any != 0;
+    }
+
+    /* 3. Scores. */
+    for (int64_t i = 0; i < num; i++) {
+        const char *from = query + ((first + i) / group * c->query_strides[2] +
+                                    (first + i) % group * c->query_strides[1]) * size;
+        float *to = q + i * width;
+        if (c->is_bf16)
+            for (int64_t d = 0; d < c->width; d++)
+                ((uint32_t *)to)[d] = (uint32_t)((const uint16_t *)from)[d] << 16;
+        else
+            memcpy(to, from, c->width * sizeof *to);
+        memset(to + c->width, 0, (width - c->width) * sizeof *to);
+    }
+    for (int64_t u = 0; u < used; u++) {
+        for (int half = 0; half < 2; half++) {
+            const int64_t slot = unit_of[u] * UNIT + half * LANES;
+            load_keys(unit + half * LANES, key + slot * key_stride, key_stride, c->slots - slot,
+                      c->width, c->is_bf16);
+        }
+        for (int64_t i = 0; i < num; i += TILE) {
+#define SCORE(n) score_tile(n, score + i * padded + u * UNIT, padded, q + i * width, width, unit, \
+                            c->width)
+            FOR_TILE(num - i, SCORE)
+        }
+    }
+
+    /* 4. Weights, their sums and weighted sums of values. */
+    for (int64_t i = 0; i < num; i++)
+        weigh(score + i * padded, seen + ((first + i) / group - first_column) * padded,
+              used * UNIT, c->scale);
+    memset(sum, 0, num * sum_stride * sizeof *sum);
+    memset(unit, 0, UNIT * unit_width * sizeof *unit);
+    for (int64_t u = 0; u < used; u++) {
+        for (int64_t k = 0; k < UNIT; k++) {
+            float *to = unit + k * value_width; /* zeros where 0 * garbage might be a NaN */
+            if (!seen_by_any[u * UNIT + k]) memset(to, 0, value_width * sizeof *to);
+            else load_value(to, value + (unit_of[u] * UNIT + k) * value_stride, c->value_width,
+                            c->is_bf16);
+        }
+        for (int64_t i = 0; i < num; i += TILE) {
+            float *to = sum + i * sum_stride;
+            const float *weight = score + i * padded + u * UNIT;
+            int64_t d = 0;
+#define VALUES(n) value_tile(n, 4, to + d, to + value_width, d == 0, sum_stride, weight, padded, \
+                             unit + d, value_width)
+#define VALUE(n) value_tile(n, 2, to + d, to + value_width, d == 0, sum_stride, weight, padded, \
+                            unit + d, value_width)
+            for (; d + 4 * LANES <= value_width; d += 4 * LANES) FOR_TILE(num - i, VALUES)
+            for (; d < value_width; d += 2 * LANES) FOR_TILE(num - i, VALUE)
+        }
+    }
+
+    /* 5. Divide and round. A query that sees nothing gets zeros. */
+    for (int64_t i = 0; i < num; i++) {
+        const int64_t head = (first + i) / group * c->heads + (first + i) % group;
+        const float total = sum[i * sum_stride + value_width];
+        store_value(out + head * c->value_width * size, sum + i * sum_stride,
+                    total == 0.0f ? 1.0f : total, c->value_width, c->is_bf16);
+    }
+    free(q);
+}
+
+void mars_attention(const struct call *c, char *out, const char *query, const char *key,
+                    const char *value, const uint8_t *mask) {
+    const int64_t queries = c->heads / c->kv_heads * c->columns, pairs = c->rows * c->kv_heads;
+    int64_t parts = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
+    while (pairs * parts < 2 * c->threads && queries / (parts + 1) >= MIN_QUERIES) parts++;
+    const int64_t length = ((queries + parts - 1) / parts + TILE - 1) / TILE * TILE;
+#pragma omp parallel for num_threads(c->threads) \
+    if (pairs * queries * c->slots * (c->width + c->value_width) > SMALL_CALL)
+    for (int64_t task = 0; task < pairs * parts; task++) {
+        const int64_t pair = task / parts, first = task % parts * length;
+        const int64_t left = queries - first;
+        if (left > 0)
+            run_task(c, out, query, key, value, mask, pair / c->kv_heads, pair % c->kv_heads, first,
+                     left < length ? left : length);
+    }
+}
