@@ -17,6 +17,7 @@ from ways import Tally, measure_decoding, median_ratio, ours, theirs
 
 from mars import load
 from mars.evaluation.agreement import agreement
+from mars.evaluation.drafts import acceptance_by_offset, calibration_error
 from mars.evaluation.environment import describe_environment
 
 COMPLETE = "Complete the following Python function.\n\n```python\n{code}\n```"
@@ -73,6 +74,8 @@ def summarise(tallies: dict[str, Tally]) -> list[dict]:
                 "tokens": sum(tally.tokens),
                 "same_as_ar": round(same, 4),
                 "same_start": round(start, 4),
+                "acceptance": [round(a, 3) for a in acceptance_by_offset(tally.outcomes)],
+                "calibration_error": round(calibration_error(tally.outcomes), 4),
             }
         )
     return rows

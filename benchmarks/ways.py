@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mars import generate
 from mars.checkpoint import Checkpoint
+from mars.decoding.request import DraftOutcome
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Tally:
     forwards: int = 0
     answers: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
+    outcomes: list[DraftOutcome] = field(default_factory=list)
 
     @property
     def speed(self) -> list[float]:
@@ -43,6 +45,7 @@ def ours(checkpoint: Checkpoint, batch_size: int, max_new_tokens: int, **options
         tally.forwards += sum(r.forwards for r in results)
         tally.answers += [r.text for r in results]
         tally.token_ids += [r.token_ids for r in results]
+        tally.outcomes += [outcome for r in results for outcome in r.draft_outcomes]
 
     return run
 

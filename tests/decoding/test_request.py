@@ -92,3 +92,11 @@ def test_a_hook_ends_the_text() -> None:
     row.commit([2, 1, 2, 3])
     assert row.tokens == [7, 8, 2, 1, 2]
     assert (row.stop.finish_reason, row.stop.stop_reason) == ("stop", None)
+
+
+def test_drafts_are_scored_up_to_the_first_wrong_one() -> None:
+    row = progress(4, 20, {"ngram": False})
+    row.commit([1], [Draft(2, 0.9), Draft(3, 0.8), Draft(4, 0.7), Draft(5, 0.6)])
+    row.commit([2, 3, 9], [Draft(6, 0.5), Draft(7, 0.4)])
+    row.commit([6], [Draft(8, 0.3)])  # nothing is known of the second draft
+    assert row.outcomes == [(1, 0.9, True), (2, 0.8, True), (3, 0.7, False), (1, 0.5, True)]

@@ -1,7 +1,8 @@
 """A request, the state it has while it runs, and its result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -66,6 +67,17 @@ class TokenLogprob:
     """The most likely tokens, likeliest first; the chosen one need not be among them."""
 
 
+class DraftOutcome(NamedTuple):
+    """What became of a mask's draft, the drafts before which were right."""
+
+    offset: int
+    """Place of the mask in its group, from 1."""
+    confidence: float
+    """Top-1 probability the draft had."""
+    is_right: bool
+    """Whether it was what `ar` says."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What became of one prompt."""
@@ -88,6 +100,8 @@ class Result:
     tokens_per_forward: float
     acceptance_histogram: list[int]
     """Entry k: forwards that committed k tokens, k = 0 .. 1 + the most drafts of a forward."""
+    draft_outcomes: list[DraftOutcome]
+    """Of the exact mode: the drafts of masks up to and including the first wrong one of a step."""
     logprobs: list[TokenLogprob] | None
     """One per token, if they were asked for."""
     prefill_seconds: float
@@ -107,6 +121,7 @@ class Progress:
         stop: decides when the text ends.
         histogram: forwards by number of committed tokens.
         drafts: what the masks of the last forward predict to come next.
+        outcomes: of earlier drafts of masks.
         logprobs: of the tokens of the answer, if they were asked for.
     """
 
@@ -115,6 +130,7 @@ class Progress:
     stop: StopChecker = field(init=False)
     histogram: list[int] = field(init=False)
     drafts: Sequence[Draft] = field(default=(), init=False)
+    outcomes: list[DraftOutcome] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     _ngrams: NgramIndex | None = field(init=False)
     _pieces: list[str] = field(default_factory=list, init=False)
@@ -173,6 +189,7 @@ class Progress:
         kept = len(self.tokens) - before
         self.histogram[kept] += 1
         self._pieces.append(text)
+        self.outcomes += _outcomes(self.drafts, self.tokens[before:])
         self.drafts = drafts
         self.logprobs += logprobs[:kept]
         return text
@@ -194,6 +211,7 @@ class Progress:
             forwards=forwards,
             tokens_per_forward=len(token_ids) / forwards,
             acceptance_histogram=self.histogram,
+            draft_outcomes=self.outcomes,
             logprobs=None if self.request.options.logprobs is None else self.logprobs,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
@@ -206,3 +224,12 @@ class Progress:
             self._ngrams.push(token)
         hook = self.request.stop_hook
         return self.stop.push(token, last=hook is not None and hook(self.tokens))
+
+
+def _outcomes(drafts: Sequence[Draft], tokens: Sequence[int]) -> Iterator[DraftOutcome]:
+    """Compare drafts with what was said; behind the first wrong one nothing can be said."""
+    for offset, (draft, token) in enumerate(zip(drafts, tokens, strict=False), start=1):
+        is_right = draft.token == token
+        yield DraftOutcome(offset, draft.confidence, is_right)
+        if not is_right:
+            return
