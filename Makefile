@@ -19,7 +19,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .PHONY: help setup demo test test-fast check format clean
 
 help:
-	@echo "make demo       train the default model for a few minutes and watch it speed up"
+	@echo "make demo       watch the default model say the same in fewer forwards"
 	@echo "make test       run all tests (the first time fetches the default model, 93 MB)"
 	@echo "make test-fast  run the tests that need no model"
 	@echo "make check      lint, format check, types"

@@ -43,7 +43,7 @@ def naive_loss(model: torch.nn.Module, streams: Streams) -> torch.Tensor:
 
 
 def measure(variant: str, rows: int, length: int, queue: "multiprocessing.Queue") -> None:
-    checkpoint = load(dtype="float32")
+    checkpoint = load(adapter=None, dtype="float32")
     prepare_for_training(checkpoint, block_size=4, adapter="full")
     model = checkpoint.model.train()
     ids = torch.randint(20, 40_000, (rows, length))

@@ -175,7 +175,7 @@ def test_the_real_model(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(subprocess, "run", refused)
-    checkpoint = load()
+    checkpoint = load(adapter=None)
     assert (folder / "LICENSE").read_text().lstrip().startswith("Apache License")
     assert checkpoint.mars is None
     assert checkpoint.context_length == checkpoint.tokenizer.model_max_length

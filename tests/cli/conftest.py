@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result as Outcome
 from typer.testing import CliRunner
 
-from mars.checkpoint import Checkpoint
+from mars.checkpoint import Checkpoint, load
 from mars.cli.main import app
+from mars.gated import GatedAdapter, GatedConfig, all_linear, fingerprint
 
 Mars = Callable[..., Outcome]
 
@@ -79,3 +81,29 @@ def edited(folder: Path, tmp_path: Path) -> Callable[..., Path]:
         return copy
 
     return make
+
+
+@pytest.fixture(scope="session")
+def gated_folder(tmp_path_factory: pytest.TempPathFactory, plain_folder: Path) -> Path:
+    """A gated adapter for `plain_folder`, block size 3, with random weights."""
+    path = tmp_path_factory.mktemp("adapters") / "gated"
+    save_random_adapter(plain_folder, path)
+    return path
+
+
+def save_random_adapter(base: Path, path: Path) -> None:
+    model = load(base, device="cpu").model
+    config = GatedConfig(
+        base=str(base),
+        fingerprint=fingerprint(model),
+        block_size=3,
+        rank=2,
+        targets=all_linear(model),
+        mask_embeddings=3,
+    )
+    adapter = GatedAdapter(model, config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    adapter.save(path)

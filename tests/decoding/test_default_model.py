@@ -23,7 +23,7 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    checkpoint = load(dtype="float32")
+    checkpoint = load(adapter=None, dtype="float32")
     prepare_for_training(checkpoint, block_size=4, adapter="full")
     return checkpoint
 
@@ -73,7 +73,7 @@ def test_exact_equals_ar_sampled(checkpoint, seed, temperature):
 
 def test_drafts_without_training(checkpoint):
     """Prompt lookup alone, on the model as it is."""
-    plain = load(dtype="float32")
+    plain = load(adapter=None, dtype="float32")
     few = [f"Repeat word for word: {prompt}" for prompt in prompts()[:4]]
     ar = generate(plain, few, mode="ar", max_new_tokens=NUM_TOKENS)
     exact = generate(plain, few, max_new_tokens=NUM_TOKENS)
@@ -96,7 +96,7 @@ def test_every_path_equals_the_reference(checkpoint, settings):
 
 @pytest.mark.parametrize("threshold", [None, 1.0])
 def test_tau_of_one_is_ar_in_bfloat16(checkpoint, threshold):
-    model = load(dtype=torch.bfloat16)
+    model = load(adapter=None, dtype=torch.bfloat16)
     model.mars = checkpoint.mars
     few = prompts()[:6]
     ar = generate(model, few, mode="ar", max_new_tokens=24, batch_size=3)

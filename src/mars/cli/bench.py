@@ -13,6 +13,7 @@ import typer
 from mars.cli.generate import in_order, prepare_all, run_all
 from mars.cli.options import (
     DEFAULTS,
+    Adapter,
     BatchSize,
     DraftThreshold,
     Dtype,
@@ -90,6 +91,7 @@ class Row:
 def bench(
     prompts_file: PromptsFile = None,
     model: Model = None,
+    adapter: Adapter = "auto",
     window: Window = None,
     layout: Layout = DEFAULTS.layout,
     max_groups: MaxGroups = DEFAULTS.max_groups,
@@ -128,7 +130,7 @@ def bench(
     ways = [replace(base, mode="ar"), base]
     ways += [replace(base, mode="threshold", threshold=tau) for tau in threshold or []]
     modes = {label(options): options for options in ways}
-    checkpoint = load_checkpoint(model, dtype)
+    checkpoint = load_checkpoint(model, dtype, adapter)
     requests = {
         mode: prepare_all(checkpoint, prompts, options, raw=False)
         for mode, options in modes.items()
@@ -136,6 +138,7 @@ def bench(
     environment = describe_environment()
     settings = {
         "model": checkpoint.name,
+        "adapter": "none" if checkpoint.adapter is None else adapter,
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "window": window,

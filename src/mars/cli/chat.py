@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mars.cli.generate import describe
 from mars.cli.options import (
     DEFAULTS,
+    Adapter,
     Confidence,
     DraftThreshold,
     Dtype,
@@ -37,6 +38,7 @@ HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it."
 
 def chat(
     model: Model = None,
+    adapter: Adapter = "auto",
     mode: Mode = None,
     window: Window = None,
     layout: Layout = DEFAULTS.layout,
@@ -58,7 +60,7 @@ def chat(
     """
     from mars.decoding.limits import resolve_window
 
-    checkpoint = load_checkpoint(model, dtype)
+    checkpoint = load_checkpoint(model, dtype, adapter)
     options = decoding_options(
         checkpoint,
         mode=mode,

@@ -57,6 +57,7 @@ def distill(
     """Let a model answer prompts; `mars train` learns from the answers.
 
     Prompts are records of any format that training reads; an answer at their end is dropped.
+    There is no --adapter: the answers are those of ar, which no adapter changes.
     Answers that OUT already holds are kept and not asked for again, so the same command goes on
     after an interruption.
     """

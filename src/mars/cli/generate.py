@@ -11,6 +11,7 @@ import typer
 
 from mars.cli.options import (
     DEFAULTS,
+    Adapter,
     BatchSize,
     Confidence,
     DraftThreshold,
@@ -61,6 +62,7 @@ def generate(
     ] = None,
     prompts_file: PromptsFile = None,
     model: Model = None,
+    adapter: Adapter = "auto",
     mode: Mode = None,
     window: Window = None,
     layout: Layout = DEFAULTS.layout,
@@ -94,7 +96,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise UserError("--logprobs needs --json: text output has no place for them.")
     prompts = gather_prompts(prompt, prompts_file)
-    checkpoint = load_checkpoint(model, dtype)
+    checkpoint = load_checkpoint(model, dtype, adapter)
     options = decoding_options(
         checkpoint,
         mode=mode,

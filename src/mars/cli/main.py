@@ -64,7 +64,7 @@ def main(
     """Teach an ordinary language model to predict several tokens at once, and use it.
 
     Wherever a model is asked for, give a hub id or a local folder; without one, a small default
-    model is fetched.
+    model is fetched, and drafts with the adapter that comes with this package.
     """
 
 

@@ -34,8 +34,14 @@ def merge(
 ) -> None:
     """Merge a LoRA adapter into its base model.
 
-    The result is an ordinary checkpoint, which every program can load.
+    The result is an ordinary checkpoint, which every program can load. A gated adapter stays beside
+    its base.
     """
+    if (adapter / "mars_adapter.json").is_file():
+        raise UserError(
+            f"{adapter} is a gated adapter: it acts at masks only, so no weights of the base could "
+            f"take its place. Name it in decoding: mars generate --adapter {adapter}"
+        )
     if not (adapter / "adapter_config.json").is_file():
         raise UserError(f"{adapter} is no LoRA folder: it has no adapter_config.json.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -17,6 +17,14 @@ DEFAULTS = DecodingOptions()
 Model = Annotated[
     str | None, typer.Option(help="Hub id or local folder; the default model if left out.")
 ]
+Adapter = Annotated[
+    str,
+    typer.Option(
+        metavar="FOLDER|auto|none",
+        help="Gated adapter for the model, as `mars train --method gated` saves it. auto: the "
+        "shipped one, if no model is named.",
+    ),
+]
 Dtype = Annotated[
     str, typer.Option(metavar="float32|bfloat16|float16", help="Precision the model runs in.")
 ]
@@ -89,7 +97,7 @@ Stop = Annotated[
 ]
 
 
-def load_checkpoint(model: str | None, dtype: str) -> "Checkpoint":
+def load_checkpoint(model: str | None, dtype: str, adapter: str = "none") -> "Checkpoint":
     """Load a model for decoding; progress is shown only to people."""
     from transformers.utils import logging
 
@@ -97,7 +105,7 @@ def load_checkpoint(model: str | None, dtype: str) -> "Checkpoint":
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    return load(model, dtype=dtype)
+    return load(model, dtype=dtype, adapter=None if adapter == "none" else adapter)
 
 
 def decoding_options(

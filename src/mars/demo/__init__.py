@@ -1,1 +1,1 @@
-"""The demonstration: train for a few minutes, then watch AR and multi-token decoding."""
+"""The demonstration: the exact mode beside ar, with the shipped adapter or a new one."""

@@ -1,12 +1,12 @@
-"""Train the default model for a few minutes, then compare both modes on prompts it has not seen.
+"""Decode prompts in the AR and in the exact mode: the same text, in fewer forwards.
 
-The training set are 360 prompts written for this project with the answers that the default model
-itself gives (greedily): the model learns to say what it says anyway, several tokens at a time.
+With the adapter that comes with the package, or with one trained here in a few minutes. Its
+training set are 360 prompts written for this project with the answers that the default model
+itself gives (greedily); the prompts of the comparison are not among them.
 """
 
 import json
 import shutil
-import textwrap
 import time
 from importlib.resources import files
 from itertools import zip_longest
@@ -14,220 +14,213 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
-from mars.checkpoint import Checkpoint, load, prepare_for_training
-from mars.data import Collator
+from mars.checkpoint import Checkpoint, load
 from mars.decoding.generate import generate
-from mars.decoding.options import DecodingOptions
 from mars.decoding.request import Result
-from mars.default_model import cache_folder
+from mars.default_model import cache_folder, ensure_default_model
+from mars.demo.training import plan_training
 from mars.errors import UserError
 from mars.evaluation.agreement import agreement
 from mars.evaluation.environment import describe_environment
-from mars.training.arguments import MarsArguments, parse_arguments
-from mars.training.forward import run_streams
-from mars.training.run import load_examples, train, training_rows
-from mars.training.trainer import training_streams
+from mars.gated import is_adapter_folder, read_config
+from mars.training.run import train
 
-MOST_STEPS = 200
-FEWEST_STEPS = 10
-PROBES_IN_STEPS = 10  # what the measurements before and after cost, in training steps
-BATCH_ROWS = 4
-OVERHEAD = 1.15  # a step is also an optimiser update, and not every one is the fastest
-MAX_NEW_TOKENS = 128
-OTHER_THRESHOLDS = (0.9, 0.5)
-COLUMN = 56
+MAX_NEW_TOKENS = 80
+MOST_SECONDS = 100  # of decoding: a slow machine sees fewer prompts
+PLAIN_TOKENS = 32
+WAYS: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "exact": {"mode": "exact"},
+    "exact without n-grams": {"mode": "exact", "ngram": False},
+}
 
 
 def demo(
     *,
     model: str | None = None,
-    train_minutes: float = 8.0,
-    threshold: float | None = 0.7,
+    adapter: str | Path | None = "auto",
+    train_minutes: float | None = None,
     output: Path | None = None,
 ) -> None:
-    """Train for `train_minutes`, then decode unseen prompts in both modes and print the difference.
+    """Decode unseen prompts one token per forward and several, and print the difference.
 
     Args:
         model: hub id or folder; the default model if None.
-        train_minutes: time for the training, estimated from a few steps measured first.
-        threshold: tau of the multi-token mode.
-        output: where the checkpoint goes; a folder in the cache if None.
+        adapter: as for `load`.
+        train_minutes: first train an adapter for about this time; None: use `adapter`.
+        output: where that adapter goes; a folder in the cache if None.
+
+    Raises:
+        UserError: there is no adapter, or the output folder is not empty.
     """
-    options = DecodingOptions(threshold=threshold, max_new_tokens=MAX_NEW_TOKENS)
-    folder = _output_folder(output)
+    logging.disable_progress_bar()  # of loading, four times
+    folder = None if train_minutes is None else _output_folder(model, output)
     print("MARS demo.", *(f"{k}: {v}" for k, v in describe_environment().items()), sep="  ")
-    args, seconds = plan_training(model, folder, train_minutes)
-    print(
-        f"\n1. Training: {args.max_steps} steps of {BATCH_ROWS} rows, about "
-        f"{seconds / 60:.1f} minutes.\n",
-        flush=True,
-    )
-    train(args)
-    checkpoint = load(folder, dtype="bfloat16" if args.bf16 else "float32")
-    print("\n2. The same weights, one token per forward (left) and several (right):")
-    print(summary(compare(checkpoint, _prompts(), options)))
-    print("\n3. " + check_plain_loading(folder, _prompts()[0]))
-    print(f"\nTalk to it:  mars chat --model {folder}")
+    if folder is not None:
+        train_adapter(model, folder, train_minutes or 0.0)
+        adapter = folder
+    checkpoint = load_faster(model, adapter)
+    print(f"\nOne token per forward, and several ({checkpoint.model.dtype}):")
+    print(summary(compare(checkpoint, prompts(), max_seconds=MOST_SECONDS)))
+    print("\n" + check_plain_loading(model, adapter, prompts()[0]))
+    print("\n" + hint(model, adapter, is_trained=folder is not None))
 
 
-def _output_folder(output: Path | None) -> Path:
-    """Return an empty folder; only the demo's own may be replaced."""
-    if output is None:
-        folder = cache_folder() / "demo"
-        shutil.rmtree(folder, ignore_errors=True)
-        return folder
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty. Choose another --output.")
-    return output
-
-
-def _prompts() -> list[str]:
+def prompts() -> list[str]:
+    """Return the prompts of the comparison."""
     lines = files("mars.demo").joinpath("show_prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def plan_training(model: str | None, folder: Path, minutes: float) -> tuple[MarsArguments, float]:
-    """Choose precision and number of steps such that training fits into `minutes`.
-
-    Returns:
-        The arguments, and the seconds training is expected to take (measurements included).
-    """
-    options = {
-        "model": model,
-        "data": str(files("mars.demo").joinpath("train.jsonl")),
-        "output_dir": str(folder),
-        "max_length": 512,
-        "packing": True,
-        "per_device_train_batch_size": BATCH_ROWS,
-        # Two masks: with minutes of training, the first offsets are what can be learned.
-        "block_size": 2,
-        "learning_rate": 4e-4,
-        "warmup_steps": 0.05,
-        "probe_size": 16,
-        "probe_steps": 2 * MOST_STEPS,  # so: at the start and at the end
-        "save_strategy": "no",
-        "logging_steps": 5,
-    }
-    small = {
-        is_bfloat16: seconds_per_step(parse_arguments([], bf16=is_bfloat16, **options), num_rows=1)
-        for is_bfloat16 in (True, False)
-    }
-    is_bfloat16 = small[True] <= small[False]
-    args = parse_arguments([], bf16=is_bfloat16, **options)
-    step = OVERHEAD * seconds_per_step(args, num_rows=BATCH_ROWS)
-    steps = int(60 * minutes / step) - PROBES_IN_STEPS
-    steps = min(MOST_STEPS, max(FEWEST_STEPS, steps))
-    args = parse_arguments([], bf16=is_bfloat16, max_steps=steps, **options)
-    return args, step * (steps + PROBES_IN_STEPS)
+def _output_folder(model: str | None, output: Path | None) -> Path:
+    """Return an empty folder; only the demo's own may be replaced."""
+    if model is not None and is_adapter_folder(model):
+        raise UserError(f"{model} is a gated adapter; this training starts from a base model.")
+    if output is None:
+        folder = cache_folder() / "demo"
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} is not an empty folder. Choose another --output.")
+    return output
 
 
-def seconds_per_step(args: MarsArguments, *, num_rows: int) -> float:
-    """Time forward and backward of a typical batch: the fastest of three, after a warm-up."""
-    checkpoint = load(args.model, dtype="float32")
-    prepare_for_training(checkpoint, block_size=args.block_size, adapter="full")
-    model, device = checkpoint.model, checkpoint.model.device
-    rows = training_rows(load_examples(args, checkpoint)[0], args)
-    batch = Collator(pad_token_id=0)(rows[:num_rows])
-    streams = training_streams(
-        {name: tensor.to(device) for name, tensor in batch.items()},
-        block_size=args.block_size,
-        mask_token_id=checkpoint.mask_token_id,
-        seed=0,
-        step=0,
+def train_adapter(model: str | None, folder: Path, minutes: float) -> None:
+    """Train for about `minutes`, and print what the masks have learned."""
+    args, seconds = plan_training(model, folder, minutes)
+    print(
+        f"\nTraining an adapter: {args.max_steps} steps of {args.per_device_train_batch_size} "
+        f"answers, about {seconds / 60:.1f} minutes.",
+        flush=True,
     )
-    elapsed = []
-    for _ in range(4):
+    train(args)
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    probes = [entry for entry in map(json.loads, lines) if "probe_tokens_per_forward" in entry]
+    print("\nDrafts equal to the model's own choice, on answers not trained on:")
+    for when, probe in zip(("before", "after"), (probes[0], probes[-1]), strict=True):
+        shares = [f"{v:.0%}" for k, v in probe.items() if k.endswith("_accuracy")]
+        print(f"  {when:<8}{'  '.join(shares)}  by offset")
+
+
+def load_faster(model: str | None, adapter: str | Path | None) -> Checkpoint:
+    """Load the checkpoint in the precision that this machine computes faster with.
+
+    Raises:
+        UserError: there is no adapter for it.
+    """
+    checkpoints = []
+    for dtype in ("float32", "bfloat16"):
+        checkpoint = load(model, adapter=adapter, dtype=dtype)
+        if checkpoint.mars is None:
+            name = "the default model in this installation" if model is None else model
+            raise UserError(
+                f"There is no adapter for {name}. Name one with --adapter, or train one in some "
+                "minutes: mars demo --train"
+            )
+        generate(checkpoint, prompts()[0], max_new_tokens=4)  # warm-up
         started = time.perf_counter()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            sums = run_streams(model, streams, args.objective, block_size=args.block_size)
-        sums.loss.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        elapsed.append(time.perf_counter() - started)
-    return min(elapsed[1:])
+        generate(checkpoint, prompts()[0], max_new_tokens=12)
+        checkpoints.append((time.perf_counter() - started, checkpoint))
+    return min(checkpoints, key=lambda pair: pair[0])[1]
 
 
 def compare(
-    checkpoint: Checkpoint, prompts: list[str], options: DecodingOptions
+    checkpoint: Checkpoint, questions: list[str], *, max_seconds: float
 ) -> dict[str, list[Result]]:
-    """Decode each prompt in every way, one after the other; print two of them in columns.
+    """Decode each prompt in every way and print the answer; stop after `max_seconds`.
 
     Returns:
-        The answers by `ar`, by the threshold of `options`, and by others for the table.
+        The answers, by the names of `WAYS`.
     """
-    generate(checkpoint, prompts[0], options, max_new_tokens=8)  # warm-up
-    shown = f"threshold {options.threshold}"
-    ways: dict[str, dict[str, Any]] = {"ar": {"mode": "ar"}, shown: {}}
-    ways |= {f"threshold {tau}": {"threshold": tau} for tau in OTHER_THRESHOLDS}
-    answers: dict[str, list[Result]] = {way: [] for way in ways}
-    for prompt in prompts:
-        for way, overrides in ways.items():
-            answers[way].append(generate(checkpoint, prompt, options, **overrides))
-        one, several = answers["ar"][-1], answers[shown][-1]
-        print(f"\n> {prompt}")
-        print(two_columns(_label("ar", one), _label(shown, several)))
-        print(two_columns(one.text, several.text), flush=True)
+    started = time.perf_counter()
+    answers: dict[str, list[Result]] = {way: [] for way in WAYS}
+    for number, question in enumerate(questions):
+        if number and time.perf_counter() - started > max_seconds:
+            print(f"\n(Slow or busy machine: {number} of {len(questions)} prompts were asked.)")
+            break
+        for way, options in WAYS.items():
+            result = generate(checkpoint, question, max_new_tokens=MAX_NEW_TOKENS, **options)
+            answers[way].append(result)
+        print(f"\n> {question}\n" + show(answers["ar"][-1], answers["exact"][-1]), flush=True)
     return answers
 
 
-def _label(mode: str, result: Result) -> str:
-    speed = len(result.token_ids) / result.seconds
-    return f"[{mode}: {speed:.0f} tokens/s, {result.tokens_per_forward:.2f} tokens per forward]"
-
-
-def two_columns(left: str, right: str) -> str:
-    """Set two texts side by side."""
-
-    def wrap(text: str) -> list[str]:
-        lines = [textwrap.wrap(line, COLUMN) or [""] for line in text.splitlines()]
-        return [part for line in lines for part in line]
-
-    pairs = zip_longest(wrap(left), wrap(right), fillvalue="")
-    return "\n".join(f"{a:<{COLUMN}} | {b}" for a, b in pairs)
+def show(ar: Result, exact: Result) -> str:
+    """Return the answer once, with the figures of both modes; twice where they differ."""
+    figures = [
+        f"[{name}: {len(result.token_ids) / result.seconds:.0f} tokens/s, "
+        f"{result.tokens_per_forward:.2f} tokens per forward]"
+        for name, result in (("ar", ar), ("exact", exact))
+    ]
+    if ar.token_ids == exact.token_ids:
+        return "\n".join([*figures, ar.text])
+    pairs = zip_longest(ar.token_ids, exact.token_ids)
+    place = next(i for i, (a, e) in enumerate(pairs, start=1) if a != e)
+    return "\n".join(
+        [figures[0], ar.text, figures[1], exact.text, f"(They part at token {place}.)"]
+    )
 
 
 def summary(answers: dict[str, list[Result]]) -> str:
-    """Tabulate speed, and what changed in the text against `ar`."""
-    lines = [
-        f"\n{'':<16}{'tokens/s':>10}{'TPF':>7}{'ratio':>8}{'same answers':>15}{'same start':>13}"
-    ]
-    reference = answers["ar"]
+    """Tabulate speed, and how many answers are those of `ar`."""
+    lines = [f"\n{'':<23}{'tokens/s':>10}{'TPF':>7}{'ratio':>8}{'same answers':>15}"]
+    reference, baseline = [result.token_ids for result in answers["ar"]], None
+    is_same = True
     for way, results in answers.items():
-        tokens = sum(len(r.token_ids) for r in results)
-        speed = tokens / sum(r.seconds for r in results)
-        ratio = speed / (
-            sum(len(r.token_ids) for r in reference) / sum(r.seconds for r in reference)
-        )
-        start, same = agreement([r.token_ids for r in results], [r.token_ids for r in reference])
-        per_forward = tokens / sum(r.forwards for r in results)
+        tokens = sum(len(result.token_ids) for result in results)
+        speed = tokens / sum(result.seconds for result in results)
+        baseline = baseline or speed
+        per_forward = tokens / sum(result.forwards for result in results)
+        _, same = agreement([result.token_ids for result in results], reference)
+        is_same &= same == 1
         lines.append(
-            f"{way:<16}{speed:>10.1f}{per_forward:>7.2f}{ratio:>7.2f}x{same:>15.0%}{start:>13.0%}"
+            f"{way:<23}{speed:>10.1f}{per_forward:>7.2f}{speed / baseline:>7.2f}x{same:>15.0%}"
         )
-    lines.append(
-        "Threshold mode trades text for speed. same answers: share equal to ar to the last token; "
-        "same start: share of tokens before the first difference."
-    )
+    if not is_same:
+        lines.append(
+            "In half precision, forwards of different widths round differently, and a near-tie may "
+            "fall otherwise: see docs/exactness.md. In float32 no answer differs."
+        )
     return "\n".join(lines)
 
 
-def check_plain_loading(folder: Path, prompt: str) -> str:
-    """Load the checkpoint as `transformers` does, without this package, and compare the AR text."""
+def check_plain_loading(model: str | None, adapter: str | Path | None, question: str) -> str:
+    """Load the base as `transformers` does, without this package, and compare with `exact`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours = generate(
-        load(folder, dtype="float32", device="cpu"), prompt, mode="ar", max_new_tokens=32
+        load(model, adapter=adapter, dtype="float32", device="cpu"),
+        question,
+        max_new_tokens=PLAIN_TOKENS,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if model is not None and is_adapter_folder(model):
+        model = read_config(model).base
+    folder = ensure_default_model() if model is None else model
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    chat = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    output = plain.generate(**inputs, max_new_tokens=PLAIN_TOKENS, do_sample=False)
     theirs = output[0, inputs["input_ids"].shape[1] :].tolist()
     verdict = "the same tokens as" if ours.token_ids == theirs else "OTHER TOKENS THAN"
     return (
-        f"The checkpoint loads as the plain AR model it was: AutoModelForCausalLM.generate says "
-        f"{verdict} our ar mode (float32, {len(theirs)} tokens)."
+        "The model itself is unchanged, the adapter lies beside it: loaded by transformers alone, "
+        f"its greedy generate says {verdict} our exact mode (float32, {len(theirs)} tokens)."
     )
+
+
+def hint(model: str | None, adapter: str | Path | None, *, is_trained: bool) -> str:
+    """Say what to do next."""
+    flags = "" if model is None else f" --model {model}"
+    flags += "" if adapter in ("auto", None) else f" --adapter {adapter}"
+    lines = [f"Talk to it:          mars chat{flags}"]
+    if not is_trained:
+        lines.append("Train an adapter:    mars demo --train   (some minutes)")
+    lines.append("Train one for good:  mars distill, then mars train --method gated (README.md)")
+    return "\n".join(lines)

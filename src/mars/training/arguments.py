@@ -70,7 +70,11 @@ class MarsArguments(TrainingArguments):
     """Options of MARS, on top of all those of `transformers.TrainingArguments`."""
 
     model: str | None = field(
-        default=None, metadata={"help": "Hub id or local folder; the default model if left out."}
+        default=None,
+        metadata={
+            "help": "Hub id or local folder (of a gated adapter: goes on training it); the default "
+            "model if left out."
+        },
     )
     data: str | None = field(
         default=None,

@@ -150,11 +150,11 @@ class ProbeCallback(TrainerCallback):
 def describe_probe(step: int, measured: dict[str, float]) -> str:
     """Format one measurement as a line for people."""
     offsets = [f"{v:.3f}" for k, v in measured.items() if k.startswith("mask") and "acc" in k]
-    line = f"step {step}: "
+    parts = []
     if "clean_nll" in measured:
-        line += f"clean NLL {measured['clean_nll']:.4f}"
+        parts.append(f"clean NLL {measured['clean_nll']:.4f}")
     if offsets:
-        line += f" | accuracy per offset {' '.join(offsets)}"
+        parts.append(f"accuracy per offset {' '.join(offsets)}")
     if "tokens_per_forward" in measured:
-        line += f" | TPF: {measured['tokens_per_forward']:.3f}"
-    return line
+        parts.append(f"TPF: {measured['tokens_per_forward']:.3f}")
+    return f"step {step}: {' | '.join(parts)}"

@@ -95,7 +95,7 @@ def load_base(args: MarsArguments) -> Checkpoint:
     """Load the model to train and, unless training is plain AR, give it a mask token.
 
     Raises:
-        UserError: unsupported model, or LoRA on top of a LoRA adapter.
+        UserError: unsupported model, or an adapter of another method.
     """
     if args.method == "lora" and (Path(args.model or "") / "adapter_config.json").exists():
         raise UserError(
@@ -104,6 +104,10 @@ def load_base(args: MarsArguments) -> Checkpoint:
         )
     if args.method == "gated":
         return load_gated_base(args)
+    if args.model is not None and is_adapter_folder(args.model):
+        raise UserError(
+            f"{args.model} is a gated adapter: go on with --method gated, or name its base model."
+        )
     checkpoint = load(args.model, adapter=None, dtype=torch.float32, device="cpu")
     check_supported(checkpoint.model.config)
     check_plain_head(checkpoint.model.config)
