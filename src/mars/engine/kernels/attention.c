@@ -25,6 +25,8 @@ enum { SMALL_CALL = 1 << 17 }; /* multiply-adds of a call that one thread does f
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+/* For loads from anywhere; memcpy would, with some compilers, go in halves through the stack. */
+typedef uint32_t anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -41,8 +43,8 @@ struct call {
 };
 
 INLINE vec splat(float x) { return x - (vec){0}; } /* x - 0 keeps -0; x + 0 would not */
-INLINE vec load(const float *p) { vec x; memcpy(&x, p, sizeof x); return x; }
-INLINE void store(float *p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE vec load(const float *p) { return (vec)*(const anywhere *)p; }
+INLINE void store(float *p, vec x) { *(anywhere *)p = (uvec)x; }
 INLINE vec choose(ivec where, vec a, vec b) {
     return (vec)((where & (ivec)a) | (~where & (ivec)b));
 }
@@ -84,9 +86,9 @@ INLINE vec exp16(vec x) {
 
 /* 64 bytes: 32 bf16 numbers as pairs, or 16 fp32 ones. What lies beyond `bytes` reads as 0. */
 INLINE uvec load_words(const char *p, int64_t bytes) {
+    if (bytes >= (int64_t)sizeof(uvec)) return *(const anywhere *)p;
     uvec x = {0};
-    if (bytes >= (int64_t)sizeof x) memcpy(&x, p, sizeof x);
-    else if (bytes > 0) memcpy(&x, p, bytes);
+    if (bytes > 0) memcpy(&x, p, bytes);
     return x;
 }
 
@@ -127,7 +129,7 @@ static void load_keys(float *kt, const char *key, int64_t stride, int64_t count,
     for (int64_t start = 0; start < bytes; start += sizeof(uvec)) {
         uvec x[LANES];
         if (count >= LANES && bytes - start >= (int64_t)sizeof(uvec))
-            for (int i = 0; i < LANES; i++) memcpy(&x[i], key + i * stride + start, sizeof(uvec));
+            for (int i = 0; i < LANES; i++) x[i] = *(const anywhere *)(key + i * stride + start);
         else
             for (int i = 0; i < LANES; i++)
                 x[i] = load_words(key + i * stride + start, i < count ? bytes - start : 0);
@@ -277,8 +279,9 @@ static void run_task(const struct call *c, char *out, const char *query, const c
         memset(all, 0, UNIT * sizeof *all);
         for (int64_t t = 0; t < num_columns; t++) {
             uint8_t bytes[UNIT] = {0};
-            memcpy(bytes, mask + (first_column + t) * c->mask_strides[1] + u * UNIT,
-                   left < UNIT ? left : UNIT);
+            const uint8_t *from = mask + (first_column + t) * c->mask_strides[1] + u * UNIT;
+            if (left >= UNIT) memcpy(bytes, from, UNIT);
+            else memcpy(bytes, from, left);
             int32_t *to = seen + t * padded + used * UNIT;
             for (int k = 0; k < UNIT; k++) all[k] |= to[k] = -(bytes[k] != 0);
         }
