@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 EVALUATION_INSTRUCTIONS = 60
+MOST_CHARACTERS = 1200  # few are longer; their answers cost as much as several others
 COMPLETE = "Complete the following Python function.\n\n```python\n{code}\n```"
 
 
@@ -103,7 +104,8 @@ def main() -> None:
         print(f"{source}: {len(prompts)} prompts")
     with arguments.output.open("w") as file:
         for _, source, prompt in sorted(mixed):
-            file.write(json.dumps({"prompt": prompt, "source": source}) + "\n")
+            if len(prompt) <= MOST_CHARACTERS:
+                file.write(json.dumps({"prompt": prompt, "source": source}) + "\n")
 
 
 if __name__ == "__main__":
