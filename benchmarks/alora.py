@@ -37,7 +37,7 @@ def main() -> None:
         targets=all_linear(ours),
         mask_embeddings=1,
     )
-    torch.nn.Module.to(GatedAdapter(ours, config), torch.bfloat16).requires_grad_(False)
+    GatedAdapter(ours, config).requires_grad_(False)  # in float32, as it is loaded on a CPU
     peft = get_peft_model(
         theirs,
         LoraConfig(

@@ -138,6 +138,7 @@ class GatedAdapter(nn.Module):
         self.mask_embedding = nn.Parameter(mean.repeat(config.mask_embeddings, 1))
         self.start: int | None = None  # first mask column of the forward that runs
         self._offset_BM: Tensor | None = None
+        self._converted: tuple[Tensor, Tensor] | None = None  # a layer's input, and its masks'
         self._attach(model, list(layers.values()))
 
     @contextmanager
@@ -147,7 +148,13 @@ class GatedAdapter(nn.Module):
         try:
             yield
         finally:
-            self.start = self._offset_BM = None
+            self.start = self._offset_BM = self._converted = None
+
+    def masked_input(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the mask columns of a layer's input; layers with the same input share them."""
+        if self._converted is None or self._converted[0] is not hidden:
+            self._converted = hidden, hidden[:, self.start :].to(dtype)
+        return self._converted[1]
 
     def save(self, folder: str | Path) -> None:
         """Write the adapter's two files, weights in bfloat16."""
@@ -218,15 +225,14 @@ class _LoraHook:
         start = self._adapter.start
         if start is None or start == output.shape[1]:
             return output
-        a, b = self._a.to(output.dtype), self._b.to(output.dtype)
-        delta = F.linear(F.linear(inputs[0][:, start:], a), b)
         if torch.is_grad_enabled():
-            return (
-                output + delta
-                if start == 0
-                else torch.cat([output[:, :start], output[:, start:] + delta], dim=1)
-            )
-        output[:, start:] += delta
+            a, b = self._a.to(output.dtype), self._b.to(output.dtype)
+            delta = F.linear(F.linear(inputs[0][:, start:], a), b)
+            if start == 0:
+                return output + delta
+            return torch.cat([output[:, :start], output[:, start:] + delta], dim=1)
+        masked = self._adapter.masked_input(inputs[0], self._a.dtype)
+        output[:, start:] += F.linear(F.linear(masked, self._a), self._b)
         return output
 
 
@@ -248,8 +254,9 @@ class Correction:
             previous_B: int64, the token before the one it predicts.
         """
         candidates_BC = logits_BV.topk(min(CANDIDATES, logits_BV.shape[1]), dim=1).indices
-        corrected_BD = self.head(hidden_BD, self.embedding_VD[previous_B])
-        found_BC = (self.output_VD[candidates_BC] @ corrected_BD[..., None])[..., 0]
+        dtype = self.head.output.weight.dtype
+        corrected_BD = self.head(hidden_BD.to(dtype), self.embedding_VD[previous_B].to(dtype))
+        found_BC = (self.output_VD[candidates_BC].to(dtype) @ corrected_BD[..., None])[..., 0]
         lowest = torch.full_like(logits_BV, float("-inf"), dtype=torch.float32)
         return lowest.scatter(1, candidates_BC, found_BC.float())
 
@@ -346,7 +353,9 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, base: str) -> Ga
     config = read_config(folder)
     check_base(model, config, folder, base=base)
     adapter = GatedAdapter(model, config)
-    adapter.load(Path(folder) / WEIGHTS_FILE, model.dtype)
+    # On a CPU, products as small as these take half the time in float32 (docs/log.md).
+    dtype = torch.float32 if model.device.type == "cpu" else model.dtype
+    adapter.load(Path(folder) / WEIGHTS_FILE, dtype)
     adapter.requires_grad_(False)
     return adapter
 
