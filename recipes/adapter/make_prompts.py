@@ -3,8 +3,8 @@
     python recipes/adapter/make_prompts.py DATA prompts.jsonl
 
 DATA holds gsm8k_train.jsonl (openai/grade-school-math, MIT), mbpp.jsonl (google-research, CC BY
-4.0), t0_prompts.jsonl, seed_tasks.jsonl and user_oriented_instructions.jsonl (yizhongw/self-instruct,
-Apache-2.0). The prompts of the demo, written for this project, join them. Only prompts are used,
+4.0), t0_prompts.jsonl, seed_tasks.jsonl and user_oriented_instructions.jsonl
+(yizhongw/self-instruct, Apache-2.0). The prompts of the demo, written for this project, join them. Only prompts are used,
 never the answers: `mars distill` lets the model answer itself. The last 60 of the 252 user-oriented
 instructions are left out for evaluation.
 """
