@@ -4,9 +4,9 @@
 
 DATA holds gsm8k_train.jsonl (openai/grade-school-math, MIT), mbpp.jsonl (google-research, CC BY
 4.0), t0_prompts.jsonl, seed_tasks.jsonl and user_oriented_instructions.jsonl
-(yizhongw/self-instruct, Apache-2.0). The prompts of the demo, written for this project, join them. Only prompts are used,
-never the answers: `mars distill` lets the model answer itself. The last 60 of the 252 user-oriented
-instructions are left out for evaluation.
+(yizhongw/self-instruct, Apache-2.0). The prompts of the demo, written for this project, join them.
+Only prompts are used, never the answers: `mars distill` lets the model answer itself. The last 60
+of the 252 user-oriented instructions are left out for evaluation.
 """
 
 import argparse
