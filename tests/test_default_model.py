@@ -174,7 +174,7 @@ def test_the_real_model(monkeypatch):
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    monkeypatch.setattr(subprocess, "run", refused)
+    monkeypatch.setattr("mars.default_model.subprocess", SimpleNamespace(run=refused))
     checkpoint = load(adapter=None)
     assert (folder / "LICENSE").read_text().lstrip().startswith("Apache License")
     assert checkpoint.mars is None
