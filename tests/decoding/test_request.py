@@ -37,9 +37,9 @@ def test_masks_shrink_with_the_budget() -> None:
 @pytest.mark.parametrize(
     ("settings", "window", "mode", "entries"),
     [
-        ({}, 4, "exact", 10),
-        ({}, 12, "exact", 14),
-        ({}, 0, "exact", 10),
+        ({}, 4, "exact", 18),
+        ({}, 20, "exact", 22),
+        ({}, 0, "exact", 18),
         ({"ngram": False}, 4, "exact", 6),
         ({"ngram": False}, 0, "ar", 2),
         ({"mode": "ar"}, 0, "ar", 2),

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 # Matches of n tokens, from SHORTEST to LONGEST, are looked for; one of n proposes 2n tokens.
 SHORTEST_MATCH = 2
-LONGEST_MATCH = 4
+LONGEST_MATCH = 8
 MOST_NGRAM_DRAFTS = 2 * LONGEST_MATCH
-# How often a token after a match of n is right, roughly: a prior, for lack of a probability.
-_MATCH_CONFIDENCE = {2: 0.3, 3: 0.5, 4: 0.7}
+# How often the token after a match of n is what comes next, measured on answers of the default
+# model (docs/log.md). A draft that turns out right makes the match one longer.
+_MATCH_CONFIDENCE = {2: 0.54, 3: 0.65, 4: 0.70, 5: 0.75, 6: 0.79, 7: 0.82, 8: 0.93}
 
 
 class Draft(NamedTuple):
@@ -48,8 +49,13 @@ class NgramIndex:
         for n in range(min(LONGEST_MATCH, end), SHORTEST_MATCH - 1, -1):
             start = self._follows.get(tuple(self._tokens[-n:]))
             if start is not None:
-                places = (start + i % (end - start) for i in range(min(limit, 2 * n)))
-                return tuple(Draft(self._tokens[i], _MATCH_CONFIDENCE[n]) for i in places)
+                return tuple(
+                    Draft(
+                        self._tokens[start + i % (end - start)],
+                        _MATCH_CONFIDENCE[min(LONGEST_MATCH, n + i)],
+                    )
+                    for i in range(min(limit, 2 * n))
+                )
         return ()
 
 

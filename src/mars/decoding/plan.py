@@ -30,6 +30,8 @@ import torch
 from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts, merge_drafts
 from mars.decoding.options import Layout
 
+# The partial layout leaves out accept lengths that are less likely than this.
+LEAST_PROBABILITY = 0.02
 # A row never feeds more masks than this; only long drafts in the full layout could.
 MOST_MASKS = 64
 
@@ -101,9 +103,12 @@ def choose_groups(
         return ()
     if layout == "linear":
         return tuple(i for i in lengths if i == len(drafts))
-    most = min(max_groups if layout == "partial" else len(lengths), max(1, MOST_MASKS // window))
+    most = max(1, MOST_MASKS // window)
     probabilities = accept_probabilities(drafts)
     likeliest = sorted(lengths, key=lambda i: probabilities[i], reverse=True)
+    if layout == "partial":
+        most = min(most, max_groups)
+        likeliest = [i for i in likeliest if probabilities[i] >= LEAST_PROBABILITY]
     return tuple(sorted(likeliest[:most]))
 
 
