@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mars.decoding.drafts import Draft
 from mars.decoding.plan import (
-    MOST_MASKS,
+    MOST_COLUMNS,
     RowPlan,
     choose_groups,
     lay_out,
@@ -38,7 +38,7 @@ def test_an_exact_plan_fits_the_budget(
         draft_threshold=0.0,
     )
     assert len(plan.drafts) <= budget - 1
-    assert plan.num_masks <= MOST_MASKS
+    assert plan.num_masks <= max(plan.window, MOST_COLUMNS - 1 - len(plan.drafts))
     assert plan.window <= window
     assert list(plan.groups) == sorted(set(plan.groups))
     for length in plan.groups:
@@ -50,10 +50,10 @@ def test_an_exact_plan_fits_the_budget(
     useful = [i for i in range(len(plan.drafts) + 1) if budget - i - 2 > 0] if window else []
     if layout == "linear":
         assert list(plan.groups) == [i for i in useful if i == len(plan.drafts)]
-    elif layout == "full" and len(useful) * window <= MOST_MASKS:
+    elif layout == "full" and 1 + len(plan.drafts) + len(useful) * window <= MOST_COLUMNS:
         assert list(plan.groups) == useful
     else:
-        assert len(plan.groups) <= max(max_groups, MOST_MASKS)
+        assert len(plan.groups) <= max(max_groups, MOST_COLUMNS)
 
 
 def test_the_partial_layout_takes_the_likeliest_lengths() -> None:
@@ -64,8 +64,8 @@ def test_the_partial_layout_takes_the_likeliest_lengths() -> None:
 
 def test_even_the_full_layout_has_a_limit() -> None:
     drafts = drafts_of(*[0.9] * 8)
-    assert len(choose_groups(range(9), drafts, window=4, layout="full", max_groups=1)) == 9
-    groups = choose_groups(range(9), drafts, window=16, layout="full", max_groups=1)
+    assert len(choose_groups(range(9), drafts, window=2, layout="full", max_groups=1)) == 9
+    groups = choose_groups(range(9), drafts, window=5, layout="full", max_groups=1)
     assert groups == (0, 1, 2, 8)
     assert len(choose_groups(range(9), drafts, window=99, layout="full", max_groups=1)) == 1
 

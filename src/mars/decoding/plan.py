@@ -32,8 +32,9 @@ from mars.decoding.options import Layout
 
 # The partial layout leaves out accept lengths that are less likely than this.
 LEAST_PROBABILITY = 0.02
-# A row never feeds more masks than this; only long drafts in the full layout could.
-MOST_MASKS = 64
+# A row never feeds more drafts and masks than this; only long drafts in the full layout could. Up
+# to this many, products in bfloat16 give a column the same bits as alone (docs/exactness.md).
+MOST_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def choose_groups(
         return ()
     if layout == "linear":
         return tuple(i for i in lengths if i == len(drafts))
-    most = max(1, MOST_MASKS // window)
+    most = max(1, (MOST_COLUMNS - 1 - len(drafts)) // window)
     probabilities = accept_probabilities(drafts)
     likeliest = sorted(lengths, key=lambda i: probabilities[i], reverse=True)
     if layout == "partial":

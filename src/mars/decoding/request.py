@@ -157,7 +157,10 @@ class Progress:
         """Plan the next forward."""
         options, window = self.request.options, self.request.window
         budget = options.max_new_tokens - self.stop.num_tokens
-        if self.request.mode == "ar":
+        is_first = self.stop.num_tokens == 0
+        if self.request.mode == "ar" or (self.request.mode == "exact" and is_first):
+            # The prompt is read by the same forward in both modes: in half precision, products of
+            # other shapes would leave other bits in the cache.
             return RowPlan()
         if self.request.mode == "threshold":
             return plan_threshold(window=window, budget=budget)
