@@ -245,20 +245,17 @@ class Correction:
     embedding_VD: Tensor
     output_VD: Tensor
 
-    def logits(self, hidden_BD: Tensor, logits_BV: Tensor, previous_B: Tensor) -> Tensor:
-        """Correct the logits of one mask per row, of its likeliest tokens; the others are -inf.
+    def logits(self, hidden_BD: Tensor, ids_BC: Tensor, previous_B: Tensor) -> Tensor:
+        """Return corrected logits, float32 (B, C), of some tokens for one mask per row.
 
         Args:
             hidden_BD: of the mask.
-            logits_BV: of the mask alone.
-            previous_B: int64, the token before the one it predicts.
+            ids_BC: int64, the tokens.
+            previous_B: int64, the token before the one the mask predicts.
         """
-        candidates_BC = logits_BV.topk(min(CANDIDATES, logits_BV.shape[1]), dim=1).indices
         dtype = self.head.output.weight.dtype
         corrected_BD = self.head(hidden_BD.to(dtype), self.embedding_VD[previous_B].to(dtype))
-        found_BC = (self.output_VD[candidates_BC].to(dtype) @ corrected_BD[..., None])[..., 0]
-        lowest = torch.full_like(logits_BV, float("-inf"), dtype=torch.float32)
-        return lowest.scatter(1, candidates_BC, found_BC.float())
+        return (self.output_VD[ids_BC].to(dtype) @ corrected_BD[..., None])[..., 0].float()
 
 
 @contextmanager

@@ -92,6 +92,10 @@ class History:
             torch.cat([row.in_prompt_BV for row in rows]), torch.cat([row.count_BV for row in rows])
         )
 
+    def copy(self) -> "History":
+        """Return one that can be added to without changing this."""
+        return History(self.in_prompt_BV, self.count_BV.clone())
+
     def add(self, tokens_BC: torch.Tensor) -> None:
         """Count generated tokens (int64; negative ones are none), in place."""
         self.count_BV.scatter_add_(1, tokens_BC.clamp(min=0), (tokens_BC >= 0).float())
@@ -147,7 +151,10 @@ def filter_logits(logits_BCV: torch.Tensor, params: SamplingParams) -> torch.Ten
 
 
 def choose(
-    logits_BCV: torch.Tensor, params: SamplingParams, position_BC: torch.Tensor
+    logits_BCV: torch.Tensor,
+    params: SamplingParams,
+    position_BC: torch.Tensor,
+    ids_BCV: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose a token for every column.
 
@@ -156,16 +163,20 @@ def choose(
         params: settings of the rows.
         position_BC: int64, position of the token in its sequence, prompt included: the noise's
             coordinate, so that a token does not depend on the step that chose it.
+        ids_BCV: int64, the token ids that the logits belong to, if not 0 .. V-1.
 
     Returns:
-        int64 (B, C).
+        int64 (B, C), indices into the last dimension.
     """
     choice_BC = logits_BCV.argmax(-1)
     rows = params.sampled_rows
     if rows is not None:
         assert params.seed is not None
-        ids_V = torch.arange(logits_BCV.shape[-1], device=logits_BCV.device)
-        noise = gumbel(params.seed[rows], position_BC[rows, :, None], ids_V)
+        if ids_BCV is None:
+            ids = torch.arange(logits_BCV.shape[-1], device=logits_BCV.device)
+        else:
+            ids = ids_BCV[rows]
+        noise = gumbel(params.seed[rows], position_BC[rows, :, None], ids)
         choice_BC[rows] = noise.add_(filter_logits(logits_BCV, params)[rows]).argmax(-1)
     return choice_BC
 

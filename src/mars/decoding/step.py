@@ -23,12 +23,10 @@ from mars.decoding.sampling import (
     penalise,
 )
 from mars.decoding.verify import align_right, count_accepted, find_group, take_group
-from mars.gated import Correction
+from mars.gated import CANDIDATES, Correction
 
 # (number of the row, column) -> all tokens before the one that the column predicts; None: padding.
 _Prefix = Callable[[int, int], list[int] | None]
-# (logits of a column, its number, tokens chosen in the columns before it) -> logits.
-_Correct = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -219,36 +217,69 @@ def _read_masks(
     position_BW = (step.length_B + accepted_B + 1)[:, None] + torch.arange(width, device=device)
     known = torch.cat([num_masks_B[:, None], accepted_B[:, None], next_B1], dim=1)
     prefix = _mask_prefix(step, known) if _has_hooks(step) else None
-    correct = None
+    modes = [row.request.mode for row in step.rows]
+    parts = {"num_masks": num_masks_B[:, None], "num_sure": torch.zeros_like(num_masks_B)[:, None]}
+    if correction is None or "threshold" in modes:
+        again = None if history is None else history.copy()
+        token_BW, penalised_BWV = _choose_columns(step, mask_BWV, position_BW, again, prefix)
+        passes_BW = _passes(penalised_BWV, step.params)
+        parts["num_sure"] = leading_run(passes_BW, num_masks_B)[:, None]
+        parts["draft"] = token_BW
+        parts["probability"] = confidence(penalised_BWV, "probability")
     if correction is not None:
         hidden_BWD = take_group(correction.hidden_BMD, group_B, step.window_B, width)
-        correct = _sequential(step, correction, hidden_BWD, next_B1)
-    token_BW, penalised_BWV = _choose_columns(
-        step, mask_BWV, position_BW, history, prefix, correct=correct
-    )
-    sure_B = leading_run(_passes(penalised_BWV, step.params), num_masks_B)
-    return {
-        "num_masks": num_masks_B[:, None],
-        "num_sure": sure_B[:, None],
-        "draft": token_BW,
-        "probability": confidence(penalised_BWV, "probability"),
-    }
+        drafted = _draft_in_turn(
+            *(step, correction, hidden_BWD, mask_BWV, next_B1, position_BW, history, prefix)
+        )
+        is_exact_B1 = torch.tensor([[mode == "exact"] for mode in modes], device=device)
+        for name, values in zip(("draft", "probability"), drafted, strict=True):
+            parts[name] = torch.where(is_exact_B1, values, parts.get(name, values))
+    return parts
 
 
-def _sequential(
-    step: _Step, correction: Correction, hidden_BWD: torch.Tensor, next_B1: torch.Tensor
-) -> _Correct:
-    """Let the draft head see the token before each draft: the known one, or the draft before."""
-    modes = [[row.request.mode == "exact"] for row in step.rows]
-    is_exact_B1 = torch.tensor(modes, device=next_B1.device)
+def _draft_in_turn(
+    step: _Step,
+    correction: Correction,
+    hidden_BWD: torch.Tensor,
+    mask_BWV: torch.Tensor,
+    next_B1: torch.Tensor,
+    position_BW: torch.Tensor,
+    history: History | None,
+    prefix: _Prefix | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose at the masks one after the other: the draft head sees the token before each.
 
-    def correct(logits_B1V: torch.Tensor, column: int, chosen_BD: torch.Tensor) -> torch.Tensor:
-        previous_B = (chosen_BD if column else next_B1)[:, -1]
-        raw_BV = logits_B1V[:, 0]
-        corrected_BV = correction.logits(hidden_BWD[:, column], raw_BV, previous_B)
-        return torch.where(is_exact_B1, corrected_BV, raw_BV.float())[:, None]
+    Only the likeliest tokens of each mask alone are candidates. `next_B1` is the token before the
+    first mask's; the rest is as for `_choose_columns`.
 
-    return correct
+    Returns:
+        Tokens (B, W), and their probability among the candidates (B, W).
+    """
+    params, previous_B1 = step.params, next_B1
+    tokens, probabilities = [], []
+    penalised_BWV = None if params.one_by_one else penalise(mask_BWV, params.sampling)
+    count = min(CANDIDATES, mask_BWV.shape[-1])
+    for column in range(mask_BWV.shape[1]):
+        here = slice(column, column + 1)
+        if penalised_BWV is None:
+            chosen_BD = torch.cat([next_B1[:, :0], *tokens], dim=1)
+            logits_B1V = _apply_hooks(step, mask_BWV[:, here], column, prefix, chosen_BD)
+            logits_B1V = penalise(logits_B1V, params.sampling, history)
+        else:
+            logits_B1V = penalised_BWV[:, here]
+        best_B1C, ids_B1C = logits_B1V.float().topk(count, dim=-1)
+        # What bias, penalties and hooks have added goes on top of the head's logits.
+        raw_B1C = mask_BWV[:, here].gather(-1, ids_B1C).float()
+        added_B1C = torch.where(best_B1C.isinf() | raw_B1C.isinf(), best_B1C, best_B1C - raw_B1C)
+        logits_BC = correction.logits(hidden_BWD[:, column], ids_B1C[:, 0], previous_B1[:, 0])
+        logits_B1C = logits_BC[:, None] + added_B1C
+        index_B1 = choose(logits_B1C, params.sampling, position_BW[:, here], ids_B1C)
+        previous_B1 = ids_B1C[:, 0].gather(1, index_B1)
+        tokens.append(previous_B1)
+        probabilities.append(confidence(logits_B1C, "probability"))
+        if history is not None:
+            history.add(previous_B1)
+    return torch.cat(tokens, dim=1), torch.cat(probabilities, dim=1)
 
 
 def _mask_prefix(step: _Step, known_B3: torch.Tensor) -> _Prefix:
@@ -271,7 +302,6 @@ def _choose_columns(
     history: History | None,
     prefix: _Prefix | None,
     follows_BK: torch.Tensor | None = None,
-    correct: _Correct | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose a token per column; where that depends on earlier tokens, column by column.
 
@@ -282,13 +312,12 @@ def _choose_columns(
         history: what penalties look at before the first column; is changed.
         prefix: tokens before a column, as far as they were known before.
         follows_BK: tokens between the columns (-1: none); None: what is chosen here.
-        correct: changes the logits of a column once the tokens before it are chosen.
 
     Returns:
         The choices (B, C), and the logits after hooks, bias and penalties.
     """
     params = step.params
-    if not params.one_by_one and correct is None:
+    if not params.one_by_one:
         penalised_BCV = penalise(logits_BCV, params.sampling)
         return choose(penalised_BCV, params.sampling, position_BC), penalised_BCV
     choice_BC = torch.empty_like(position_BC)
@@ -296,10 +325,7 @@ def _choose_columns(
     for column in range(logits_BCV.shape[1]):
         here = slice(column, column + 1)
         chosen_BD = choice_BC[:, : column if follows_BK is None else 0]
-        logits_B1V = logits_BCV[:, here]
-        if correct is not None:
-            logits_B1V = correct(logits_B1V, column, chosen_BD)
-        logits_B1V = _apply_hooks(step, logits_B1V, column, prefix, chosen_BD)
+        logits_B1V = _apply_hooks(step, logits_BCV[:, here], column, prefix, chosen_BD)
         penalised.append(penalise(logits_B1V, params.sampling, history))
         choice_BC[:, here] = choose(penalised[-1], params.sampling, position_BC[:, here])
         if history is not None:
