@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars.engine import kernels
 from mars.engine.attention import grouped_attention
-from mars.engine.kernels import cpu_attention
+from mars.engine.kernels import compiler
+from mars.engine.kernels.attention import cpu_attention
 
 needs_kernel = pytest.mark.skipif(
-    kernels._attention_function() is None, reason="no C compiler, or switched off"
+    compiler.library() is None, reason="no C compiler, or switched off"
 )
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
@@ -183,25 +183,25 @@ def test_where_it_cannot_be_used():
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Forget the loaded kernel, and use an empty cache folder."""
     monkeypatch.setenv("MARS_HOME", str(tmp_path / "cache"))
-    kernels._attention_function.cache_clear()
+    compiler.library.cache_clear()
     yield tmp_path
-    kernels._attention_function.cache_clear()
+    compiler.library.cache_clear()
 
 
 @needs_kernel
 def test_it_is_compiled_once(fresh, monkeypatch):
-    assert kernels._attention_function() is not None
-    kernels._attention_function.cache_clear()
+    assert compiler.library() is not None
+    compiler.library.cache_clear()
     commands = []
-    run = kernels._run
-    monkeypatch.setattr(kernels, "_run", lambda *words: commands.append(words) or run(*words))
-    assert kernels._attention_function() is not None
+    run = compiler._run
+    monkeypatch.setattr(compiler, "_run", lambda *words: commands.append(words) or run(*words))
+    assert compiler.library() is not None
     assert [words[1:] for words in commands] == [("--version",)]
     assert len(list((fresh / "cache" / "kernels").iterdir())) == 1  # and no scratch
 
 
 def use_kernel(_: int) -> bool:
-    return kernels._attention_function() is not None
+    return compiler.library() is not None
 
 
 @needs_kernel
@@ -251,8 +251,8 @@ def test_other_processors(fresh, monkeypatch, processor):
     """Without the vector instructions of this one, and without warnings."""
     if processor and platform.machine() != "x86_64":
         pytest.skip("another kind of processor")
-    flags = [flag for flag in kernels._FLAGS if not flag.startswith("-march")]
+    flags = [flag for flag in compiler._FLAGS if not flag.startswith("-march")]
     flags += ["-Wall", "-Wextra", "-Wno-psabi", "-Werror", *processor.split()]
-    monkeypatch.setattr(kernels, "_FLAGS", flags)
+    monkeypatch.setattr(compiler, "_FLAGS", flags)
     test_equals_float64_within_rounding()
     test_a_query_gets_the_same_bits_in_any_company()

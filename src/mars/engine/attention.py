@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mars.engine.kernels import cpu_attention
+from mars.engine.kernels.attention import cpu_attention
 from mars.errors import UserError
 
 # Arguments with which some models ask for more than softmax(q k) v.

@@ -12,6 +12,7 @@ from mars.compat import attention_implementation, cached_forward, register_atten
 from mars.decoding.plan import RowPlan, lay_out
 from mars.engine.attention import grouped_attention
 from mars.engine.cache import SlotCache
+from mars.engine.kernels.linear import PackedLinears
 from mars.gated import Correction, correction_of, mask_columns
 
 ATTENTION = "mars"
@@ -53,6 +54,7 @@ class Runner:
         self._max_positions = max_positions
         self._mask = 0 if mask_token_id is None else mask_token_id
         self._chunk = prefill_chunk
+        self._linears = PackedLinears(model)
 
     def add_row(self) -> None:
         """Open an empty row behind the others."""
@@ -121,6 +123,7 @@ class Runner:
         offset_BM = columns.offset_BT[:, columns.num_real :]
         with (
             attention_implementation(self.model, ATTENTION),
+            self._linears,
             mask_columns(self.model, columns.num_real, offset_BM),
             correction_of(self.model) as corrections,
         ):

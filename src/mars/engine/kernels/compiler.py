@@ -1,0 +1,90 @@
+"""Compile the C files of this folder where they run, at first use, into the user's cache folder."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+from mars.default_model import cache_folder
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.c", "linear.c"))
+_COMPILERS = ("gcc", "cc", "clang")
+# -ffp-contract=off: which operations are fused is then the same for every number of rows.
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES = {
+    "mars_attention": (None, *[_POINTER] * 6),
+    "mars_linear": (None, _POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
+    "mars_linear_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 4),
+    "mars_linear_is_packed": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 3),
+    "mars_linear_advise": (None, _POINTER, _INTEGER),
+    "mars_linear_path": (_INTEGER, _INTEGER),
+}
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels; None, after one warning, where there are none."""
+    if os.environ.get("MARS_KERNELS") == "0":
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        warnings.warn(
+            f"The kernels in C could not be compiled ({reason[0] if reason else error}); using "
+            "torch's own, which are slower and round a little differently from call to call. "
+            "MARS_KERNELS=0 turns this message off.",
+            stacklevel=2,
+        )
+        return None
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def _compiled() -> Path:
+    """Return the shared library, compiling it if no earlier run has."""
+    compiler = _find_compiler()
+    if compiler is None:
+        raise FileNotFoundError(f"no C compiler: none of {', '.join(_COMPILERS)}")
+    sources = [source.read_text() for source in _SOURCES]
+    parts = [*sources, compiler, _run(compiler, "--version"), *_FLAGS, _processor()]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = cache_folder() / "kernels" / f"mars-{name}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compile-") as scratch:
+            made = [f"{scratch}/{source.stem}.o" for source in _SOURCES]
+            for source, to in zip(_SOURCES, made, strict=True):
+                _run(compiler, *_FLAGS, "-c", str(source), "-o", to)
+            # Linked without -fopenmp: the OpenMP library is then the one that torch has loaded,
+            # whatever its name, and not a second one with a second set of threads.
+            shared = f"{scratch}/mars.so"
+            _run(compiler, "-shared", *made, "-o", shared)
+            os.replace(shared, path)
+    return path
+
+
+def _find_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _processor() -> str:
+    """Describe the processor: -march=native means it, and cache folders travel."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features")))

@@ -1,0 +1,207 @@
+"""Linear layers in bf16 on the CPU: a row gets the same bits whatever stands beside it.
+
+`PackedLinears` runs the `nn.Linear` layers of a stock model through `linear.c` inside a `with`
+block and leaves no trace in the model. The weights exist twice then: as the model's parameters and
+packed, in the order in which the kernel reads them.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mars.engine.kernels.compiler import library
+
+_BLOCK = 32  # outputs and inputs are filled up to multiples of it
+_LARGE_PAGE = 1 << 21
+_VECTORS_ONLY = "avx512"  # value of MARS_KERNELS: leave the tiles (AMX) alone
+
+_packed: WeakKeyDictionary[nn.Linear, "_Packed"] = WeakKeyDictionary()
+_first_packing = threading.Lock()
+_packing = threading.Lock()
+
+
+class _Layer(ctypes.Structure):
+    """`struct layer` of linear.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("path", ctypes.c_int64),
+    )
+
+
+class PackedLinears:
+    """Run a model's linear layers through the kernel inside a `with` block, without gradient.
+
+    Layers of exactly the type `nn.Linear`, on the CPU and in bf16, whose forward nobody has
+    replaced, are packed here, once each; the others are left alone, and all of them where there is
+    no kernel. Forward hooks fire as ever. A layer whose weight has been changed in place or
+    replaced is packed again when it is called; a change through `.data`, of which torch does not
+    tell, is noticed (by samples) when the next `PackedLinears` of the model is made.
+
+    One thread at a time may be inside the block of a model. Calls of other threads, and calls with
+    gradient, work as always.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Pack what is not packed yet: a copy of all the weights."""
+        self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
+        path = linear_path()
+        if not path:
+            return
+        layers = [
+            m for m in model.modules() if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)
+        ]
+        with _first_packing:
+            found = [_packed.get(layer) for layer in layers]
+            pairs = zip(layers, found, strict=True)
+            _pack([m for m, p in pairs if p is None or not p.is_current(m, path)], path)
+            self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in layers]
+
+    def __enter__(self) -> Self:
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for attributes, _ in self._forwards:
+            attributes.pop("forward", None)
+
+
+def linear_path() -> int:
+    """Return which instructions the kernel uses: 2 AMX, 1 AVX-512 BF16, 0 none: there is no kernel.
+
+    MARS_KERNELS=avx512 keeps it from using AMX.
+    """
+    kernels = library()
+    if kernels is None:
+        return 0
+    return kernels.mars_linear_path(os.environ.get("MARS_KERNELS") != _VECTORS_ONLY)
+
+
+class _Packed:
+    """The packed weights of one layer, and what tells whether they are still those of the layer."""
+
+    def __init__(self, layer: nn.Linear, memory: Tensor, path: int) -> None:
+        self.memory = memory
+        self.outputs, self.inputs = layer.weight.shape
+        self.layer = _Layer(memory.data_ptr(), None, self.outputs, self.inputs, path)
+        self.address = self.version = self.bias_address = 0
+        self.update(layer)
+
+    def update(self, layer: nn.Linear) -> bool:
+        """Pack the layer's weight again, or do nothing and return False where it does not fit."""
+        weight, bias = layer.weight, layer.bias
+        if not _is_fit(layer) or weight.shape != (self.outputs, self.inputs):
+            return False
+        sizes = self.outputs, self.inputs, weight.stride(0)
+        with _packing:
+            pointers = self.memory.data_ptr(), weight.data_ptr()
+            _kernels().mars_linear_pack(*pointers, *sizes, torch.get_num_threads())
+            self.address, self.version = weight.data_ptr(), weight._version
+            self.bias_address = bias is not None and bias.data_ptr()
+            self.layer.bias = self.bias_address or None
+            # Aliases: as long as they live, no other tensor can have their addresses.
+            self.sources = weight.detach(), None if bias is None else bias.detach()
+        return True
+
+    def is_current(self, layer: nn.Linear, path: int) -> bool:
+        """Look closely: at up to 64 weights too."""
+        weight = layer.weight
+        if weight.shape != (self.outputs, self.inputs) or self.layer.path != path:
+            return False
+        sizes = self.outputs, self.inputs, weight.stride(0)
+        equal = _kernels().mars_linear_is_packed(self.memory.data_ptr(), weight.data_ptr(), *sizes)
+        return bool(equal) and (self.address, self.version) == (weight.data_ptr(), weight._version)
+
+
+def _kernels() -> ctypes.CDLL:
+    kernels = library()
+    assert kernels is not None
+    return kernels
+
+
+def _is_stock(layer: nn.Linear) -> bool:
+    forward = vars(layer).get("forward")  # ours, while another thread is inside the block
+    return forward is None or getattr(forward, "__module__", None) == __name__
+
+
+def _is_fit(layer: nn.Linear) -> bool:
+    bias = layer.bias
+    return (
+        _is_plain(layer.weight)
+        and layer.weight.numel() > 0
+        and (bias is None or (_is_plain(bias) and bias.is_contiguous()))
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.dtype == torch.bfloat16
+        and tensor.device.type == "cpu"
+        and tensor.stride(-1) == 1
+        and not tensor.is_inference()  # such tensors do not tell when they are changed
+    )
+
+
+def _pack(layers: list[nn.Linear], path: int) -> None:
+    """Pack layers into one stretch of memory: with large pages it is read a quarter faster."""
+    if not layers:
+        return
+    sizes = [_round_up(layer.out_features) * _round_up(layer.in_features) for layer in layers]
+    memory = torch.empty(2 * sum(sizes) + 2 * _LARGE_PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % _LARGE_PAGE
+    memory = memory[start : start + 2 * sum(sizes)].view(torch.bfloat16)
+    _kernels().mars_linear_advise(memory.data_ptr(), 2 * len(memory))
+    for layer, stretch in zip(layers, memory.split(sizes), strict=True):
+        _packed[layer] = _Packed(layer, stretch, path)
+
+
+def _round_up(number: int) -> int:
+    return -(-number // _BLOCK) * _BLOCK
+
+
+def _forward_of(module: nn.Linear, packed: _Packed) -> Callable[[Tensor], Tensor]:
+    """Return what stands in for `module.forward`; every microsecond counts: 200 calls a step."""
+    run = _kernels().mars_linear
+    parameters: dict[str, Any] = module._parameters
+    inputs, shape = packed.inputs, (packed.outputs,)
+    address = ctypes.addressof(packed.layer)  # of a part of `packed`, which the closure keeps
+    is_grad_enabled, num_threads = torch.is_grad_enabled, torch.get_num_threads
+    bfloat16, plain = torch.bfloat16, nn.Linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if is_grad_enabled() or x.dtype is not bfloat16 or not x.is_cpu or x.shape[-1] != inputs:
+            return plain(module, x)
+        weight, bias = parameters["weight"], parameters["bias"]
+        if (
+            weight.data_ptr() != packed.address
+            or weight._version != packed.version
+            or (bias is not None and bias.data_ptr()) != packed.bias_address
+        ) and not packed.update(module):
+            return plain(module, x)
+        y = x.new_empty((*x.shape[:-1], *shape))
+        stride = inputs
+        if not x.is_contiguous():
+            x = x.reshape(-1, inputs)
+            x = x if x.stride(1) == 1 else x.contiguous()
+            stride = x.stride(0)
+        run(address, x.data_ptr(), stride, y.data_ptr(), x.numel() // inputs, num_threads())
+        return y
+
+    return forward
