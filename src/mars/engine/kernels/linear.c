@@ -283,6 +283,7 @@ static int64_t parts_of_rows(int64_t threads, int64_t blocks, int64_t rows) {
 void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
                  int64_t threads) {
 #ifdef HAS_VECTORS
+    if (!rows) return;
     const int64_t blocks = (l->outputs + BLOCK - 1) / BLOCK, units = (rows + 31) / 32;
     if (l->outputs * l->inputs * units < SMALL_CALL) threads = 1;
     const int64_t row_parts = parts_of_rows(threads, blocks, rows);
