@@ -233,8 +233,10 @@ static void run_tiles(const struct layer *l, const bf16 *x, int64_t stride, bf16
     const int is_direct = padded == l->inputs && (rows <= 8 || stride % 512);
     int64_t chunk = CHUNK_BYTES / (padded * sizeof *x) / (2 * TILE) * (2 * TILE);
     if (chunk < 2 * TILE) chunk = 2 * TILE;
+    /* A block stays in the first-level cache for all tiles; but where rows of y are many and pages
+       apart, writing a few blocks of each row at a time spares the table of pages. */
     int64_t group = GROUP_BYTES / (BLOCK * padded * sizeof *x);
-    if (group < 1) group = 1;
+    if (group < 1 || rows <= 128 || l->outputs < 8192) group = 1;
     configure(num);
     for (int64_t start = 0; start < rows; start += chunk) {
         /* The last tiles of a chunk may begin earlier than the last left off, or end later. */
