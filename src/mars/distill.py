@@ -15,8 +15,7 @@ from typing import IO, Any
 from mars.checkpoint import Checkpoint
 from mars.data.formats import Message, check_messages
 from mars.data.prompts import PromptRecord
-from mars.decoding.generate import prepare
-from mars.decoding.loop import decode
+from mars.decoding.generate import prepare, run
 from mars.decoding.options import DecodingOptions
 from mars.decoding.prompts import encode
 from mars.decoding.request import Request, Result
@@ -336,10 +335,7 @@ def _answer(
     tally: Tally,
     batch_size: int,
 ) -> Generator[Tally]:
-    mask = None if checkpoint.mars is None else checkpoint.mars.mask_token_id
-    requests = [request for _, request in chunk]
-    events = decode(checkpoint.model, requests, mask_token_id=mask, batch_size=batch_size)
-    for event in events:
+    for event in run(checkpoint, [request for _, request in chunk], batch_size=batch_size):
         tally.num_tokens += len(event.token_ids)
         if event.result is not None:
             is_new = answers.add(*chunk[event.index], event.result)

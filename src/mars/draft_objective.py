@@ -8,7 +8,7 @@ Shapes: N blocks, J offsets (1..block size), D width, V vocabulary; U clean outp
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -79,6 +79,11 @@ class DraftSums:
     choice: Tensor
     """(N, J) int64: the clean stream's most likely token."""
 
+    @property
+    def statistics(self) -> Tensor:
+        """The vectors as rows, (4, J), without gradient."""
+        return torch.stack([self.divergence, self.correct, self.accepted, self.count]).detach()
+
 
 def draft_loss(
     hidden_NJD: Tensor,
@@ -103,13 +108,16 @@ def draft_loss(
         num_candidates: C, for `head_loss`.
         chunk_tokens: masks whose logits exist at the same time, about.
     """
-    return DraftSums(
-        *_EagerGradient.apply(
-            hidden_NJD,
-            *(is_real_NJ, clean_UD, source_NJ, head_VD),
-            *(objective, num_candidates, chunk_tokens),
-        )
-    )
+    blocks = max(1, chunk_tokens // hidden_NJD.shape[1])
+
+    def chunks(hidden: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        parts = (hidden, is_real_NJ, source_NJ)
+        for part, real, source in zip(*(x.split(blocks) for x in parts), strict=True):
+            used, index = source.unique(return_inverse=True)
+            teacher_UV = F.linear(clean_UD[used], head_VD)
+            yield _chunk(part, real, teacher_UV, index, head_VD, objective, num_candidates)
+
+    return DraftSums(*_EagerGradient.apply(hidden_NJD, chunks))
 
 
 def head_loss(
@@ -161,46 +169,22 @@ def head_loss(
 
 
 class _EagerGradient(torch.autograd.Function):
-    """The loss, with its gradient computed in the forward pass."""
+    """The loss, with its gradient computed in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NJD: Tensor,
-        is_real_NJ: Tensor,
-        clean_UD: Tensor,
-        source_NJ: Tensor,
-        head_VD: Tensor,
-        objective: DraftObjective,
-        num_candidates: int,
-        chunk_tokens: int,
+        ctx: Any, hidden_NJD: Tensor, chunks: Callable[[Tensor], Iterator[tuple[Tensor, ...]]]
     ) -> tuple[Tensor, ...]:
-        num_offsets = hidden_NJD.shape[1]
-        blocks = max(1, chunk_tokens // num_offsets)
-        loss = hidden_NJD.new_zeros((), dtype=torch.float32)
-        stats = torch.zeros(4, num_offsets, device=hidden_NJD.device)
-        gradients, details = [], []
-        for part, real, source in zip(
-            hidden_NJD.split(blocks), is_real_NJ.split(blocks), source_NJ.split(blocks), strict=True
-        ):
-            used, index = source.unique(return_inverse=True)
-            teacher_UV = F.linear(clean_UD[used], head_VD)
-            part_loss, part_stats, gradient, *detail = _chunk(
-                part, real, teacher_UV, index, head_VD, objective, num_candidates
-            )
-            loss += part_loss
-            stats += part_stats
-            gradients.append(gradient)
-            details.append(detail)
+        losses, statistics, gradients, *details = zip(*chunks(hidden_NJD), strict=True)
         ctx.save_for_backward(torch.cat(gradients))
-        constants = [*stats, *(torch.cat(column) for column in zip(*details, strict=True))]
+        constants = [*torch.stack(statistics).sum(0), *(torch.cat(column) for column in details)]
         ctx.mark_non_differentiable(*constants)
-        return loss, *constants
+        return torch.stack(losses).sum(), *constants
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0].to(gradient.dtype), *(None,) * 7)
+        return gradient * grads[0].to(gradient.dtype), None
 
 
 def _chunk(

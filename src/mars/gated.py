@@ -25,14 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mars.draft_head import Correction, DraftHead
 from mars.errors import UserError
 from mars.mask_token import input_embedding
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "mars_adapter.json"
 WEIGHTS_FILE = "adapter.safetensors"
-CANDIDATES = 32
-"""Tokens among which the draft head chooses: the most likely ones of the mask alone."""
 _SAMPLES = 4096  # values per tensor that the fingerprint looks at
 
 _adapters: WeakKeyDictionary[PreTrainedModel, "GatedAdapter"] = WeakKeyDictionary()
@@ -61,42 +60,16 @@ class GatedConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
-        for name in ("block_size", "rank", "mask_embeddings"):
+        least = {"block_size": 1, "rank": 1, "mask_embeddings": 1, "head_width": 0}
+        for name, low in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} must be an integer of at least 1, got {value!r}.")
-        if not isinstance(self.head_width, int) or self.head_width < 0:
-            raise UserError(
-                f"head_width must be an integer of at least 0, got {self.head_width!r}."
-            )
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise UserError(f"{name} must be an integer of at least {low}, got {value!r}.")
         if self.mask_embeddings not in (1, self.block_size):
             raise UserError(
                 f"mask_embeddings must be 1 or the block size {self.block_size}, got "
                 f"{self.mask_embeddings}."
             )
-
-
-class DraftHead(nn.Module):
-    """Let each draft know the token before it: z' = z + W_o silu(W_z z + W_e e).
-
-    Masks predict in parallel, each blind to what the others chose. This small network corrects the
-    hidden state z of a mask with the embedding e of the token that precedes its own (Samragh et
-    al., arXiv 2507.11851, section 3.3; DSpark's Markov head). It runs draft by draft.
-    """
-
-    def __init__(self, model_width: int, width: int) -> None:
-        super().__init__()
-        self.from_hidden = nn.Linear(model_width, width)
-        self.from_token = nn.Linear(model_width, width, bias=False)
-        self.output = nn.Linear(width, model_width, bias=False)
-        nn.init.zeros_(self.output.weight)  # starts as the identity
-
-    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        """Correct (..., D) hidden states with the (..., D) embeddings of the tokens before."""
-        shape = hidden.shape[-1:]
-        inner = self.from_hidden(F.rms_norm(hidden, shape))
-        inner = inner + self.from_token(F.rms_norm(embedding, shape))
-        return hidden + self.output(F.silu(inner))
 
 
 class GatedAdapter(nn.Module):
@@ -236,28 +209,6 @@ class _LoraHook:
         return output
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """The draft head of a model, with the hidden states of its last forward's masks."""
-
-    hidden_BMD: Tensor
-    head: DraftHead
-    embedding_VD: Tensor
-    output_VD: Tensor
-
-    def logits(self, hidden_BD: Tensor, ids_BC: Tensor, previous_B: Tensor) -> Tensor:
-        """Return corrected logits, float32 (B, C), of some tokens for one mask per row.
-
-        Args:
-            hidden_BD: of the mask.
-            ids_BC: int64, the tokens.
-            previous_B: int64, the token before the one the mask predicts.
-        """
-        dtype = self.head.output.weight.dtype
-        corrected_BD = self.head(hidden_BD.to(dtype), self.embedding_VD[previous_B].to(dtype))
-        return (self.output_VD[ids_BC].to(dtype) @ corrected_BD[..., None])[..., 0].float()
-
-
 @contextmanager
 def correction_of(model: PreTrainedModel) -> Generator[list[Correction]]:
     """Collect the hidden states that the draft head needs from a forward in the block.
@@ -298,11 +249,6 @@ def mask_columns(model: PreTrainedModel, start: int, offset_BM: Tensor) -> Gener
         return
     with adapter.columns(start, offset_BM):
         yield
-
-
-def attached_adapter(model: PreTrainedModel) -> GatedAdapter | None:
-    """Return the adapter of a model."""
-    return _adapters.get(model)
 
 
 def is_adapter_folder(folder: str | Path) -> bool:

@@ -75,6 +75,11 @@ class LossSums:
     count: Tensor
     """[1 + block_size] float32: number of outputs."""
 
+    @property
+    def statistics(self) -> Tensor:
+        """The vectors as rows, [3, 1 + block_size], without gradient."""
+        return torch.stack([self.nll, self.correct, self.count]).detach()
+
 
 def stream_loss(
     hidden: Tensor,

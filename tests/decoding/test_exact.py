@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 from mars.checkpoint import Checkpoint
 from mars.counter import uniform
 from mars.decoding import loop
+from mars.decoding.decision import Decision
 from mars.decoding.drafts import Draft
 from mars.decoding.generate import generate, prepare, stream
 from mars.decoding.loop import decode
 from mars.decoding.options import DecodingOptions
 from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request, Result
-from mars.decoding.step import Decision, StepParams, decide
+from mars.decoding.step import StepParams, decide
 from mars.engine.runner import Runner
 from mars.gated import mask_columns
 from tests.conftest import FAMILIES
+from tests.decoding import strategies
 from tests.decoding.conftest import reference_result, walks
 
 MASK = 3
@@ -56,40 +58,10 @@ modes = st.one_of(
         st.sampled_from([2, 4]),
     ),
 )
-samplers = st.one_of(
-    st.just({}),
-    st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.5, 1.0, 1.5]),
-            "top_k": st.sampled_from([0, 8]),
-            "top_p": st.sampled_from([1.0, 0.8]),
-            "min_p": st.sampled_from([0.0, 0.1]),
-            "seed": st.integers(0, 5),
-        }
-    ),
-)
-penalties = st.sampled_from(
-    [
-        {},
-        {},
-        {"repetition_penalty": 1.3},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
-        {"logit_bias": {45: 2.0, 46: -3.0}},
-    ]
-)
 stops = st.sampled_from(
     [{}, {"ignore_eos": True}, {"stop": ("H", "JKL")}, {"stop_token_ids": (44, 70)}]
 )
-all_options = st.builds(
-    lambda mode, sampler, penalty, stop, budget: DecodingOptions(
-        **(mode | sampler | penalty | stop), max_new_tokens=budget
-    ),
-    modes,
-    samplers,
-    penalties,
-    stops,
-    st.integers(1, 40),
-)
+all_options = strategies.options(modes, strategies.penalties(45, 46), stops, most_tokens=40)
 # Mostly what the model knows how to go on with.
 prompt_ids = st.one_of(
     st.builds(

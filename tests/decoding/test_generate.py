@@ -18,6 +18,7 @@ from mars.decoding.options import DecodingOptions
 from mars.decoding.request import Result
 from mars.errors import UserError
 from tests.conftest import FAMILIES
+from tests.decoding import strategies
 from tests.decoding.conftest import reference_result, without_times
 
 MASK = 3
@@ -38,40 +39,10 @@ thresholds = st.one_of(
         st.sampled_from([None, 0, 1, 2, 4]),
     ),
 )
-samplers = st.one_of(
-    st.just({}),
-    st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.5, 1.0]),
-            "top_k": st.sampled_from([0, 8]),
-            "top_p": st.sampled_from([1.0, 0.8]),
-            "min_p": st.sampled_from([0.0, 0.1]),
-            "seed": st.integers(0, 5),
-        }
-    ),
-)
-penalties = st.sampled_from(
-    [
-        {},
-        {},
-        {"repetition_penalty": 1.3},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
-        {"logit_bias": {65: 4.0, 66: -3.0}},
-    ]
-)
 stops = st.sampled_from(
     [{}, {}, {"ignore_eos": True}, {"stop": ("a", "qq")}, {"stop_token_ids": (70, 71, 72, 200)}]
 )
-all_options = st.builds(
-    lambda threshold, sampler, penalty, stop, budget: DecodingOptions(
-        **(threshold | sampler | penalty | stop), max_new_tokens=budget
-    ),
-    thresholds,
-    samplers,
-    penalties,
-    stops,
-    st.integers(1, 24),
-)
+all_options = strategies.options(thresholds, strategies.penalties(65, 66), stops, most_tokens=24)
 prompt_ids = st.lists(st.integers(4, 259), min_size=1, max_size=40)
 
 

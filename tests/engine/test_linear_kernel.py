@@ -270,16 +270,16 @@ def test_calls_that_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("value", ["0", ""])
 def test_without_kernels_torch_does_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler.library.cache_clear()
+    compiler.load_kernels.cache_clear()
     if value:
         monkeypatch.setenv("MARS_KERNELS", value)
     else:
-        monkeypatch.setattr(linear, "library", lambda: None)
+        monkeypatch.setattr(linear, "load_kernels", lambda: None)
     layer, x = make_layer(40, 50), torch.randn(3, 50).to(BF16)
     with torch.no_grad(), PackedLinears(layer):
         assert "forward" not in vars(layer)
         layer(x)
-    compiler.library.cache_clear()
+    compiler.load_kernels.cache_clear()
 
 
 @needs_kernel

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -346,6 +347,7 @@ def test_the_cost_of_a_probe_is_bounded(block_size, phases, monkeypatch):
         return torch.ones(3, 1 + block_size)
 
     monkeypatch.setattr(Probe, "_sums", record)
-    Probe(None, [None], lambda rows: {}, block_size, nullcontext).measure_likelihood()
+    checkpoint = SimpleNamespace(model=SimpleNamespace(device="cpu"))
+    Probe(checkpoint, [None], lambda rows: {}, block_size, nullcontext).measure_likelihood()
     assert seen == (phases or [i * 40 // 16 for i in range(16)])
     assert len(set(seen)) == len(seen) <= 16

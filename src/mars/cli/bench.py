@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mars.cli.generate import in_order, prepare_all, run_all
+from mars.cli.generate import in_order, prepare_all
 from mars.cli.options import (
     DEFAULTS,
     Adapter,
@@ -198,8 +198,10 @@ def _shorten(request: "Request") -> "Request":
 
 
 def _run(checkpoint: "Checkpoint", requests: "Sequence[Request]", batch_size: int) -> Run:
+    from mars.decoding.generate import run
+
     started = time.perf_counter()
-    results = list(in_order(run_all(checkpoint, requests, batch_size)))
+    results = list(in_order(run(checkpoint, requests, batch_size=batch_size)))
     return Run(
         seconds=time.perf_counter() - started,
         token_ids=[result.token_ids for result in results],

@@ -118,7 +118,9 @@ def generate(
         logprobs=logprobs,
     )
     requests = prepare_all(checkpoint, prompts, options, raw=raw)
-    events = run_all(checkpoint, requests, batch_size)
+    from mars.decoding.generate import run
+
+    events = run(checkpoint, requests, batch_size=batch_size)
     if as_json:
         for result in in_order(events):
             print(as_json_line(result), flush=True)
@@ -166,16 +168,6 @@ def prepare_all(
             where = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
             raise UserError(f"{where}{error}") from error
     return requests
-
-
-def run_all(
-    checkpoint: "Checkpoint", requests: "Sequence[Request]", batch_size: int
-) -> "Iterator[Event]":
-    """Decode the requests."""
-    from mars.decoding.loop import decode
-
-    mask = None if checkpoint.mars is None else checkpoint.mars.mask_token_id
-    return decode(checkpoint.model, requests, mask_token_id=mask, batch_size=batch_size)
 
 
 def in_order(events: "Iterable[Event]") -> "Iterator[Result]":

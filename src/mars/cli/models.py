@@ -37,7 +37,9 @@ def merge(
     The result is an ordinary checkpoint, which every program can load. A gated adapter stays beside
     its base.
     """
-    if (adapter / "mars_adapter.json").is_file():
+    from mars.gated import is_adapter_folder
+
+    if is_adapter_folder(adapter):
         raise UserError(
             f"{adapter} is a gated adapter: it acts at masks only, so no weights of the base could "
             f"take its place. Name it in decoding: mars generate --adapter {adapter}"

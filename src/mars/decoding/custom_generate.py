@@ -90,10 +90,7 @@ def custom_generate(
     Raises:
         UserError: the call asks for something that this decoder does not do.
     """
-    check_supported(model.config)
-    _refuse_config(generation_config)
-    _refuse_kwargs(model_kwargs)
-    hf_adapters.refuse_whole_batch([*logits_processor, *stopping_criteria])
+    _refuse(model, generation_config, model_kwargs, [*logits_processor, *stopping_criteria])
     does_sample = bool(generation_config.do_sample)
     hooked, native = hf_adapters.split_off_sampler(logits_processor)
     sampler: dict[str, Any] = {"temperature": float(does_sample)} | native
@@ -112,21 +109,30 @@ def custom_generate(
         **sampler,
     )
     mars = MarsConfig.from_config(model.config)
-    requests = []
-    for row, (padding_ids, prompt_ids) in enumerate(_split_padding(input_ids, model_kwargs)):
-        request = _request(model, prompt_ids, replace(options, seed=options.seed + row), mars)
-        request = replace(
-            request,
+    requests = [
+        replace(
+            _request(model, prompt_ids, replace(options, seed=options.seed + row), mars),
             end_ids=hf_adapters.end_ids(stopping_criteria),
             logits_hook=hf_adapters.logits_hook(hooked, padding_ids, row),
             stop_hook=hf_adapters.stop_hook(stopping_criteria, padding_ids),
         )
-        requests.append(request)
+        for row, (padding_ids, prompt_ids) in enumerate(_split_padding(input_ids, model_kwargs))
+    ]
     mask_token_id = None if mars is None else mars.mask_token_id
     events = decode(model, requests, mask_token_id=mask_token_id, batch_size=len(requests))
     results = {event.index: event.result for event in events if event.result is not None}
     answers = [results[row].token_ids for row in range(len(requests))]
     return _append(input_ids, answers, generation_config)
+
+
+def _refuse(
+    model: PreTrainedModel, config: GenerationConfig, kwargs: dict[str, Any], hooks: list[Any]
+) -> None:
+    """Refuse what the decoder would have to ignore."""
+    check_supported(model.config)
+    _refuse_config(config)
+    _refuse_kwargs(kwargs)
+    hf_adapters.refuse_whole_batch(hooks)
 
 
 def _refuse_config(config: GenerationConfig) -> None:

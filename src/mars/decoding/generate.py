@@ -6,7 +6,7 @@ from typing import Any, overload
 
 from mars.checkpoint import Checkpoint
 from mars.decoding.limits import check_context, check_token_ids, resolve_window
-from mars.decoding.loop import decode
+from mars.decoding.loop import Event, decode
 from mars.decoding.options import DecodingOptions
 from mars.decoding.prompts import as_list, encode, text_decoder
 from mars.decoding.request import Prompt, Request, Result
@@ -65,9 +65,7 @@ def generate(
         raise UserError(f"batch_size must be an integer of at least 1; got {batch_size!r}.")
     options = _with_overrides(options, overrides)
     requests = [prepare(checkpoint, prompt, options, raw=raw) for prompt in prompt_list]
-    events = decode(
-        checkpoint.model, requests, mask_token_id=_mask(checkpoint), batch_size=batch_size
-    )
+    events = run(checkpoint, requests, batch_size=batch_size)
     results = {event.index: event.result for event in events if event.result is not None}
     ordered = [results[index] for index in range(len(requests))]
     return ordered[0] if is_single else ordered
@@ -101,7 +99,7 @@ class TextStream:
 
     def __init__(self, checkpoint: Checkpoint, request: Request) -> None:
         self.result: Result | None = None
-        self._events = decode(checkpoint.model, [request], mask_token_id=_mask(checkpoint))
+        self._events = run(checkpoint, [request])
 
     def __iter__(self) -> Iterator[str]:
         for event in self._events:
@@ -133,6 +131,14 @@ def prepare(
     )
 
 
+def run(
+    checkpoint: Checkpoint, requests: Sequence[Request], *, batch_size: int = 8
+) -> Iterator[Event]:
+    """Decode requests that `prepare` has made; see `mars.decoding.loop.decode`."""
+    mask = None if checkpoint.mars is None else checkpoint.mars.mask_token_id
+    return decode(checkpoint.model, requests, mask_token_id=mask, batch_size=batch_size)
+
+
 def _with_overrides(options: DecodingOptions | None, overrides: dict[str, Any]) -> DecodingOptions:
     names = {field.name for field in fields(DecodingOptions)}
     if unknown := sorted(set(overrides) - names):
@@ -142,7 +148,3 @@ def _with_overrides(options: DecodingOptions | None, overrides: dict[str, Any]) 
     if {"threshold", "confidence"} & set(overrides) and "mode" not in overrides:
         overrides.setdefault("mode", "threshold")
     return replace(options or DecodingOptions(), **overrides)
-
-
-def _mask(checkpoint: Checkpoint) -> int | None:
-    return None if checkpoint.mars is None else checkpoint.mars.mask_token_id

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from mars.decoding.decision import Decision
 from mars.decoding.request import Progress, Request, Result, TokenLogprob
 from mars.decoding.sampling import History
-from mars.decoding.step import Decision, StepParams, decide
+from mars.decoding.step import StepParams, decide
 from mars.engine.runner import Runner
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from mars.decoding.accept import confidence, is_confident, leading_run
-from mars.decoding.drafts import Draft
+from mars.decoding.decision import Decision, decision, to_host
 from mars.decoding.options import Confidence
 from mars.decoding.plan import RowPlan, pad_groups
-from mars.decoding.request import Progress, Request, TokenLogprob
+from mars.decoding.request import Progress, Request
 from mars.decoding.sampling import (
     MINUS_INFINITY,
     History,
@@ -23,7 +23,7 @@ from mars.decoding.sampling import (
     penalise,
 )
 from mars.decoding.verify import align_right, count_accepted, find_group, take_group
-from mars.gated import CANDIDATES, Correction
+from mars.draft_head import CANDIDATES, Correction
 
 # (number of the row, column) -> all tokens before the one that the column predicts; None: padding.
 _Prefix = Callable[[int, int], list[int] | None]
@@ -61,20 +61,6 @@ class StepParams:
             has_penalties=has_penalties,
             one_by_one=has_penalties or any(r.logits_hook is not None for r in requests),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What one step means for one row."""
-
-    tokens: list[int]
-    """To commit, one at least."""
-    num_accepted: int
-    """Drafts that were fed and turned out right; they are the first of `tokens`."""
-    drafts: list[Draft]
-    """What masks predict to come after `tokens`."""
-    logprobs: list[TokenLogprob]
-    """One per token; empty if not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +150,9 @@ def decide(
         chosen, top, ids = log_probabilities(penalised_BCV, choice_BC, params.num_logprobs)
         parts |= {"logprob": chosen, "top_logprob": top.flatten(1), "top_id": ids.flatten(1)}
     # 4. To the host, and row by row.
-    on_host = _to_host(parts)
+    on_host = to_host(parts)
     return [
-        _decision(plan, row.request, {name: values[index] for name, values in on_host.items()})
+        decision(plan, row.request, {name: values[index] for name, values in on_host.items()})
         for index, (row, plan) in enumerate(zip(rows, plans, strict=True))
     ]
 
@@ -366,44 +352,3 @@ def _passes(penalised_BWV: torch.Tensor, params: StepParams) -> torch.Tensor:
         threshold = params.threshold_B1[index]
         passes_BW[index] = is_confident(penalised_BWV[index], threshold, metric)
     return passes_BW
-
-
-def _to_host(parts: dict[str, torch.Tensor]) -> dict[str, list[list]]:
-    """Transfer (B, n) tensors of several types at once; float64 holds every value of them."""
-    packed = torch.cat([part.double() for part in parts.values()], dim=1).cpu()
-    split = packed.split([part.shape[1] for part in parts.values()], dim=1)
-    return {
-        name: (values if part.is_floating_point() else values.long()).tolist()
-        for (name, part), values in zip(parts.items(), split, strict=True)
-    }
-
-
-def _decision(plan: RowPlan, request: Request, values: dict[str, list]) -> Decision:
-    """Put together what the columns of one row mean."""
-    (num_accepted,) = values["accepted"]
-    first = len(values["choice"]) - 1 - len(plan.drafts)
-    said = range(first, first + num_accepted + 1)
-    tokens, drafts = [values["choice"][column] for column in said], []
-    if "draft" in values:
-        (num_masks,), (num_sure,) = values["num_masks"], values["num_sure"]
-        drafts = [*map(Draft, values["draft"][:num_masks], values["probability"])]
-        # Of the threshold mode, what passes is said, and the rest is nothing to go on with.
-        if request.mode == "threshold":
-            tokens, drafts = tokens + values["draft"][:num_sure], []
-    num_top = request.options.logprobs
-    return Decision(
-        tokens=tokens,
-        num_accepted=num_accepted,
-        drafts=drafts,
-        logprobs=[] if num_top is None else [_token_logprob(values, c, num_top) for c in said],
-    )
-
-
-def _token_logprob(values: dict[str, list], column: int, num_top: int) -> TokenLogprob:
-    stride = len(values["top_id"]) // len(values["choice"])
-    top = slice(column * stride, column * stride + min(num_top, stride))
-    return TokenLogprob(
-        token_id=values["choice"][column],
-        logprob=values["logprob"][column],
-        top=dict(zip(values["top_id"][top], values["top_logprob"][top], strict=True)),
-    )

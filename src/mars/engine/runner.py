@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from mars.compat import attention_implementation, cached_forward, register_attention
 from mars.decoding.plan import RowPlan, lay_out
+from mars.draft_head import Correction
 from mars.engine.attention import grouped_attention
 from mars.engine.cache import SlotCache
 from mars.engine.kernels.linear import PackedLinears
-from mars.gated import Correction, correction_of, mask_columns
+from mars.gated import correction_of, mask_columns
 
 ATTENTION = "mars"
 _SLACK_SLOTS = 64

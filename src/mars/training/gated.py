@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from mars.compat import ExternalCache, attention_implementation, hidden_states
 from mars.counter import hash64
+from mars.draft_head import CANDIDATES
 from mars.draft_objective import DraftObjective, DraftSums, draft_loss, head_loss
 from mars.engine.runner import ATTENTION
-from mars.gated import CANDIDATES, GatedAdapter
+from mars.gated import GatedAdapter
 from mars.mask_token import input_embedding, output_head
 from mars.streams import span_starts
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from mars.training.gated import GatedModel, random_anchors
 from mars.training.trainer import MarsTrainer
@@ -18,14 +18,8 @@ class GatedTrainer(MarsTrainer):
         super().__init__(**kwargs)
         self._sums = torch.zeros(4, self.block_size, device=self.args.device)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Return the objective of one micro-batch per supervised token of the whole batch."""
+    def run_model(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+        """Return `loss` and `statistics` of the masks of a micro-batch, both as sums."""
         args: Any = self.args
         anchors = random_anchors(
             inputs,
@@ -34,22 +28,14 @@ class GatedTrainer(MarsTrainer):
             seed=args.seed,
             step=self.state.global_step,
         )
-        sums = model(inputs, anchors, args.draft_objective)
-        found = (sums.divergence, sums.correct, sums.accepted, sums.count)
-        self._sums += torch.stack(found)
-        if num_items_in_batch is None:  # evaluation
-            num_items_in_batch = (inputs["labels"] != -100).sum()
-        loss = sums.loss / num_items_in_batch
-        if model.training and args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # DDP averages the gradients
-        return (loss, sums) if return_outputs else loss
+        return model(inputs, anchors, args.draft_objective)
 
     def describe_sums(self, sums: Tensor) -> dict[str, float]:
         """Name the statistics of the masks since the last log."""
         return describe_drafts(*sums)
 
-    def save_final(self, folder: Path) -> None:
-        """Write the adapter."""
+    def save_final(self, folder: Path, base: PreTrainedModel) -> None:
+        """Write the adapter; the base is as it was."""
         model = self.accelerator.unwrap_model(self.model)
         assert isinstance(model, GatedModel)
         if self.is_world_process_zero():

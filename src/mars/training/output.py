@@ -6,15 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mars.errors import UserError
+from mars.gated import CONFIG_FILE
 
 IN_USE = (
-    *("config.json", "adapter_config.json", "mars_adapter.json"),
+    *("config.json", "adapter_config.json", CONFIG_FILE),
     *("log.jsonl", "checkpoint-*"),
 )
 # A resumable checkpoint has one of each line; transformers writes trainer_state.json last.
 WEIGHTS = ("model*.safetensors", "adapter_model*", "pytorch_model*", "global_step*")
 OPTIMIZER = ("optimizer*", "global_step*")  # one file, FSDP's files or folder, DeepSpeed's folder
-CONFIGS = ("config.json", "mars_adapter.json")
+CONFIGS = ("config.json", CONFIG_FILE)
 PARTIAL = "unfinished"
 
 

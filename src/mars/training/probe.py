@@ -1,6 +1,6 @@
 """What training does to a fixed set of held-out examples: clean NLL, offset accuracy, TPF."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,8 @@ MOST_PHASES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """Measures a checkpoint on fixed examples; every measurement sees the same blocks."""
+class _FixedExamples:
+    """What is measured, and how."""
 
     checkpoint: Checkpoint
     examples: Sequence[Example]
@@ -35,6 +35,18 @@ class Probe:
     block_size: int
     autocast: Callable[[], AbstractContextManager]
     """The precision of training: measuring in float32 takes several times as long."""
+
+    def batches(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Collate the examples, one a row, and bring them to the model's device."""
+        device = self.checkpoint.model.device
+        for first in range(0, len(self.examples), batch_size):
+            batch = self.collate([[e] for e in self.examples[first : first + batch_size]])
+            yield {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(_FixedExamples):
+    """Measures a checkpoint on fixed examples; every measurement sees the same blocks."""
 
     @torch.no_grad()
     def measure(self, *, batch_size: int = 8) -> dict[str, float]:
@@ -53,15 +65,12 @@ class Probe:
         """
         num_phases = min(max(1, self.block_size), MOST_PHASES)
         sums = torch.zeros(3, 1 + self.block_size)
-        for first in range(0, len(self.examples), batch_size):
-            batch = self.collate([[e] for e in self.examples[first : first + batch_size]])
+        for batch in self.batches(batch_size):
             for i in range(num_phases):
                 sums += self._sums(batch, i * self.block_size // num_phases)
         return describe_sums(*sums)
 
     def _sums(self, batch: dict[str, torch.Tensor], phase: int) -> torch.Tensor:
-        device = self.checkpoint.model.device
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
         streams = make_streams(
             batch,
             torch.full_like(batch["labels"], phase),
@@ -71,7 +80,7 @@ class Probe:
         model = self.checkpoint.model
         with self.autocast():
             sums = run_streams(model, streams, Objective(), block_size=self.block_size)
-        return torch.stack([sums.nll, sums.correct, sums.count]).cpu()
+        return sums.statistics.cpu()
 
     def _tokens_per_forward(self, batch_size: int) -> float:
         prompts = [e.input_ids[: e.supervised.index(True)] for e in self.examples]
@@ -84,14 +93,8 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedProbe:
+class GatedProbe(_FixedExamples):
     """Measures a gated adapter on fixed examples, at the same places every time."""
-
-    checkpoint: Checkpoint
-    examples: Sequence[Example]
-    collate: Collator
-    block_size: int
-    autocast: Callable[[], AbstractContextManager]
 
     @torch.no_grad()
     def measure(self, *, batch_size: int = 8, num_anchors: int = 64) -> dict[str, float]:
@@ -99,17 +102,12 @@ class GatedProbe:
         adapter, model = self.checkpoint.adapter, self.checkpoint.model
         assert adapter is not None
         sums = torch.zeros(4, self.block_size)
-        for first in range(0, len(self.examples), batch_size):
-            batch = self.collate([[e] for e in self.examples[first : first + batch_size]])
-            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        for batch in self.batches(batch_size):
             anchors = random_anchors(
                 batch, block_size=self.block_size, num_anchors=num_anchors, seed=0, step=0
             )
             with self.autocast():
-                found = run_gated(model, adapter, batch, anchors, DraftObjective())
-            sums += torch.stack(
-                [found.divergence, found.correct, found.accepted, found.count]
-            ).cpu()
+                sums += run_gated(model, adapter, batch, anchors, DraftObjective()).statistics.cpu()
         return describe_drafts(*sums)
 
 

@@ -27,7 +27,6 @@ from mars.training.arguments import MarsArguments
 from mars.training.forward import (
     add_stream_forward,
     check_plain_head,
-    remove_stream_forward,
 )
 from mars.training.gated import GatedModel
 from mars.training.gated_trainer import GatedTrainer
@@ -231,7 +230,9 @@ def wrap_lora(checkpoint: Checkpoint, args: MarsArguments) -> torch.nn.Module:
         is_tied = embedding.weight is head.weight
         layers = (embedding,) if is_tied else (embedding, head)
         names = [n.rsplit(".", 1)[-1] for n, m in model.named_modules() if m in layers]
-        trainable = {name: [checkpoint.mars.mask_token_id or 0] for name in names}
+        mask_token_id = checkpoint.mars.mask_token_id
+        assert mask_token_id is not None, "only gated adapters do without"
+        trainable = {name: [mask_token_id] for name in names}
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -247,14 +248,10 @@ def save(trainer: MarsTrainer, base: PreTrainedModel, args: MarsArguments) -> No
     """Write the final model in `save_dtype`, and the options next to it."""
     folder = Path(str(args.output_dir))
     partial = folder / PARTIAL  # an interrupted save must not be taken for a finished model
-    if args.method != "gated":
-        remove_stream_forward(base)
-        if args.save_dtype == "bfloat16" and not trainer.is_fsdp_enabled:
-            torch.nn.Module.to(base, torch.bfloat16)
     if trainer.is_world_process_zero():
         shutil.rmtree(partial, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    trainer.save_final(partial)
+    trainer.save_final(partial, base)
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         options = {k: v for k, v in args.to_dict().items() if v is not None}

@@ -14,6 +14,7 @@ from mars.counter import hash64
 from mars.errors import UserError
 from mars.streams import Blocks, Streams, build_streams, tile_blocks
 from mars.training.arguments import MarsArguments, option_errors
+from mars.training.forward import remove_stream_forward
 
 # Both streams are padded to a multiple of this: with ever new shapes the memory of a CPU process
 # grows by some 90 MB a step (default model), and compiled kernels would be built again and again.
@@ -63,7 +64,8 @@ class MarsTrainer(Trainer):
             super().__init__(args=args, processing_class=checkpoint.tokenizer, **kwargs)
         self.stream_objective = args.objective
         self.block_size = args.block_size if self.stream_objective.masked_weight > 0 else 0
-        self.mask_token_id = (checkpoint.mars and checkpoint.mars.mask_token_id) or 0
+        mars = checkpoint.mars
+        self.mask_token_id = 0 if mars is None or mars.mask_token_id is None else mars.mask_token_id
         # The loss is divided by the supervised tokens of the whole (accumulated, distributed)
         # batch, so the Trainer must count them and must not divide again.
         self.model_accepts_loss_kwargs = True
@@ -107,6 +109,17 @@ class MarsTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the objective of one micro-batch per supervised token of the whole batch."""
+        sums = self.run_model(model, inputs)
+        self._sums += sums.statistics
+        if num_items_in_batch is None:  # evaluation
+            num_items_in_batch = (inputs["labels"] != -100).sum()
+        loss = sums.loss / num_items_in_batch
+        if model.training and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # DDP averages the gradients
+        return (loss, sums) if return_outputs else loss
+
+    def run_model(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+        """Return `loss` and `statistics` of a micro-batch, both as sums."""
         streams = training_streams(
             inputs,
             block_size=self.block_size,
@@ -114,14 +127,7 @@ class MarsTrainer(Trainer):
             seed=self.args.seed,
             step=self.state.global_step,
         )
-        sums = model(streams=streams, objective=self.stream_objective, block_size=self.block_size)
-        self._sums += torch.stack([sums.nll, sums.correct, sums.count]).detach()
-        if num_items_in_batch is None:  # evaluation
-            num_items_in_batch = (inputs["labels"] != -100).sum()
-        loss = sums.loss / num_items_in_batch
-        if model.training and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # DDP averages the gradients
-        return (loss, sums) if return_outputs else loss
+        return model(streams=streams, objective=self.stream_objective, block_size=self.block_size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the negative log-likelihood and accuracy per offset since the last log."""
@@ -135,8 +141,12 @@ class MarsTrainer(Trainer):
         """Name the statistics of the outputs since the last log."""
         return describe_sums(*sums)
 
-    def save_final(self, folder: Path) -> None:
-        """Write the finished model."""
+    def save_final(self, folder: Path, base: PreTrainedModel) -> None:
+        """Write the finished model, which consists of `base` or wraps it, in `save_dtype`."""
+        args: Any = self.args
+        remove_stream_forward(base)
+        if args.save_dtype == "bfloat16" and not self.is_fsdp_enabled:
+            torch.nn.Module.to(base, torch.bfloat16)
         self.save_model(str(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from mars.engine.kernels.compiler import library
+from mars.engine.kernels.compiler import load_kernels
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -46,7 +46,7 @@ def cpu_attention(
         return None
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return None
-    kernels = library()
+    kernels = load_kernels()
     if kernels is None:
         return None
     rows, heads, columns, width = query.shape

@@ -29,7 +29,7 @@ _SIGNATURES = {
 
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
+def load_kernels() -> ctypes.CDLL | None:
     """Return the compiled kernels; None, after one warning, where there are none."""
     if os.environ.get("MARS_KERNELS") == "0":
         return None

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mars.engine.kernels.compiler import library
+from mars.engine.kernels.compiler import load_kernels
 
 _BLOCK = 32  # outputs and inputs are filled up to multiples of it
 _LARGE_PAGE = 1 << 21
@@ -87,7 +87,7 @@ def linear_path() -> int:
 
     MARS_KERNELS=avx512 keeps it from using AMX.
     """
-    kernels = library()
+    kernels = load_kernels()
     if kernels is None:
         return 0
     return kernels.mars_linear_path(os.environ.get("MARS_KERNELS") != _VECTORS_ONLY)
@@ -130,7 +130,7 @@ class _Packed:
 
 
 def _kernels() -> ctypes.CDLL:
-    kernels = library()
+    kernels = load_kernels()
     assert kernels is not None
     return kernels
 
