@@ -118,11 +118,16 @@ def custom_generate(
         )
         for row, (padding_ids, prompt_ids) in enumerate(_split_padding(input_ids, model_kwargs))
     ]
+    return _append(input_ids, _answers(model, requests, mars), generation_config)
+
+
+def _answers(
+    model: PreTrainedModel, requests: list[Request], mars: MarsConfig | None
+) -> list[list[int]]:
     mask_token_id = None if mars is None else mars.mask_token_id
     events = decode(model, requests, mask_token_id=mask_token_id, batch_size=len(requests))
     results = {event.index: event.result for event in events if event.result is not None}
-    answers = [results[row].token_ids for row in range(len(requests))]
-    return _append(input_ids, answers, generation_config)
+    return [results[row].token_ids for row in range(len(requests))]
 
 
 def _refuse(
