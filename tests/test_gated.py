@@ -126,7 +126,7 @@ def test_untrained_adapter_predicts_as_masks_with_the_mean_embedding(family):
     adapter = GatedAdapter(model, config_for(model))
     mean = model.get_input_embeddings().weight.mean(0)
     torch.testing.assert_close(adapter.mask_embedding.detach(), mean.expand(BLOCK, -1))
-    assert all(not b.any() for b in adapter.lora_b)
+    assert all(not b.weight.any() for b in adapter.lora_b)
 
 
 def test_folder_keeps_everything(tmp_path):

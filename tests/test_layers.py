@@ -32,6 +32,7 @@ LAYERS = {
     "mars.gated": 2,
     "mars.checkpoint": 2,
     "mars.engine": 3,
+    "mars.engine.kernels": 2,
     "mars.decoding": 4,
     "mars.data": 4,
     "mars.evaluation": 5,

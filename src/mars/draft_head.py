@@ -10,6 +10,24 @@ from torch import Tensor, nn
 
 CANDIDATES = 32
 """Tokens among which the head chooses: the most likely ones of the mask alone."""
+_STRETCH = 128
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest of the last dimension and their indices, as `torch.topk` does.
+
+    Faster for a whole vocabulary: a stretch of it whose maximum is not among the `count` largest
+    maxima holds none of them.
+    """
+    size = values.shape[-1]
+    padded = F.pad(values, (0, -size % _STRETCH), value=float("-inf"))
+    stretches = padded.unflatten(-1, (-1, _STRETCH))
+    if stretches.shape[-2] <= count:
+        return values.topk(count, dim=-1)
+    best = stretches.amax(-1).topk(count, dim=-1).indices
+    found = stretches.gather(-2, best[..., None].expand(*best.shape, _STRETCH)).flatten(-2)
+    top, index = found.topk(count, dim=-1)
+    return top, best.gather(-1, index // _STRETCH) * _STRETCH + index % _STRETCH
 
 
 class DraftHead(nn.Module):

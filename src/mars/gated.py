@@ -12,7 +12,7 @@ Shapes: B rows, T columns, M mask columns (the last ones), D width, r rank.
 
 import hashlib
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,12 +20,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mars.draft_head import Correction, DraftHead
+from mars.engine.kernels.linear import add_lora, linear_path
 from mars.errors import UserError
 from mars.mask_token import input_embedding
 
@@ -79,8 +79,8 @@ class GatedAdapter(nn.Module):
         config: what it was made with.
         head: corrects drafts one after the other, or None.
         mask_embedding: (1 or block_size, D).
-        lora_a: (r, in) per adapted layer, in the order of `layer_names`.
-        lora_b: (out, r) per adapted layer; zero at first, so training starts from the base model.
+        lora_a: A, from inputs to r, per adapted layer, in the order of `layer_names`.
+        lora_b: B, from r to outputs; zero at first, so training starts from the base model.
         layer_names: names of the adapted layers in the base model.
     """
 
@@ -97,12 +97,12 @@ class GatedAdapter(nn.Module):
         layers = _linear_layers(model, config.targets)
         self.layer_names = list(layers)
         device = model.device
-        self.lora_a = nn.ParameterList()
-        self.lora_b = nn.ParameterList()
-        for layer in layers.values():
-            a = torch.empty(config.rank, layer.in_features, device=device)
-            self.lora_a.append(nn.init.kaiming_uniform_(a, a=5**0.5))
-            self.lora_b.append(torch.zeros(layer.out_features, config.rank, device=device))
+        made = {"bias": False, "device": device}
+        rank, linears = config.rank, layers.values()
+        self.lora_a = nn.ModuleList(nn.Linear(x.in_features, rank, **made) for x in linears)
+        self.lora_b = nn.ModuleList(nn.Linear(rank, x.out_features, **made) for x in linears)
+        for _, b in self._pairs():
+            nn.init.zeros_(b.weight)
         weight = input_embedding(model).weight.detach()
         self.head: DraftHead | None = None
         if config.head_width:
@@ -111,7 +111,6 @@ class GatedAdapter(nn.Module):
         self.mask_embedding = nn.Parameter(mean.repeat(config.mask_embeddings, 1))
         self.start: int | None = None  # first mask column of the forward that runs
         self._offset_BM: Tensor | None = None
-        self._converted: tuple[Tensor, Tensor] | None = None  # a layer's input, and its masks'
         self._attach(model, list(layers.values()))
 
     @contextmanager
@@ -121,13 +120,7 @@ class GatedAdapter(nn.Module):
         try:
             yield
         finally:
-            self.start = self._offset_BM = self._converted = None
-
-    def masked_input(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the mask columns of a layer's input; layers with the same input share them."""
-        if self._converted is None or self._converted[0] is not hidden:
-            self._converted = hidden, hidden[:, self.start :].to(dtype)
-        return self._converted[1]
+            self.start = self._offset_BM = None
 
     def save(self, folder: str | Path) -> None:
         """Write the adapter's two files, weights in bfloat16."""
@@ -139,11 +132,18 @@ class GatedAdapter(nn.Module):
         text = json.dumps(asdict(self.config), indent=2) + "\n"
         (folder / CONFIG_FILE).write_text(text)
 
-    def _named(self) -> dict[str, nn.Parameter]:
+    def _pairs(self) -> Iterator[tuple[nn.Linear, nn.Linear]]:
+        """Yield A and B of every adapted layer."""
+        for a, b in zip(self.lora_a, self.lora_b, strict=True):
+            assert isinstance(a, nn.Linear)
+            assert isinstance(b, nn.Linear)
+            yield a, b
+
+    def _named(self) -> dict[str, Tensor]:
         """Name the parameters as they are saved: by the layer of the base model they belong to."""
-        named = {"mask_embedding": self.mask_embedding}
-        for name, a, b in zip(self.layer_names, self.lora_a, self.lora_b, strict=True):
-            named |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
+        named: dict[str, Tensor] = {"mask_embedding": self.mask_embedding}
+        for name, (a, b) in zip(self.layer_names, self._pairs(), strict=True):
+            named |= {f"{name}.lora_a": a.weight, f"{name}.lora_b": b.weight}
         if self.head is not None:
             named |= {f"head.{name}": p for name, p in self.head.named_parameters()}
         return named
@@ -175,7 +175,7 @@ class GatedAdapter(nn.Module):
             parameter.data = tensors[name].to(parameter.device, dtype)
 
     def _attach(self, model: PreTrainedModel, layers: list[nn.Linear]) -> None:
-        for layer, a, b in zip(layers, self.lora_a, self.lora_b, strict=True):
+        for layer, (a, b) in zip(layers, self._pairs(), strict=True):
             layer.register_forward_hook(_LoraHook(self, a, b))
         input_embedding(model).register_forward_hook(self._embed_masks)
         _adapters[model] = self
@@ -191,7 +191,7 @@ class GatedAdapter(nn.Module):
 class _LoraHook:
     """Add B A x to the mask columns of a linear layer's output."""
 
-    def __init__(self, adapter: GatedAdapter, a: Tensor, b: Tensor) -> None:
+    def __init__(self, adapter: GatedAdapter, a: nn.Linear, b: nn.Linear) -> None:
         self._adapter, self._a, self._b = adapter, a, b
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -199,13 +199,13 @@ class _LoraHook:
         if start is None or start == output.shape[1]:
             return output
         if torch.is_grad_enabled():
-            a, b = self._a.to(output.dtype), self._b.to(output.dtype)
-            delta = F.linear(F.linear(inputs[0][:, start:], a), b)
+            delta = self._b(self._a(inputs[0][:, start:]))
             if start == 0:
                 return output + delta
             return torch.cat([output[:, :start], output[:, start:] + delta], dim=1)
-        masked = self._adapter.masked_input(inputs[0], self._a.dtype)
-        output[:, start:] += F.linear(F.linear(masked, self._a), self._b)
+        if not add_lora(self._a, self._b, inputs[0], output, start):
+            masked = inputs[0][:, start:].to(self._a.weight.dtype)
+            output[:, start:].add_(self._b(self._a(masked)))
         return output
 
 
@@ -249,6 +249,11 @@ def mask_columns(model: PreTrainedModel, start: int, offset_BM: Tensor) -> Gener
         return
     with adapter.columns(start, offset_BM):
         yield
+
+
+def attached_adapter(model: PreTrainedModel) -> GatedAdapter | None:
+    """Return the adapter of a model."""
+    return _adapters.get(model)
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
@@ -296,9 +301,13 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, base: str) -> Ga
     config = read_config(folder)
     check_base(model, config, folder, base=base)
     adapter = GatedAdapter(model, config)
-    # On a CPU, products as small as these take half the time in float32 (docs/log.md).
-    dtype = torch.float32 if model.device.type == "cpu" else model.dtype
+    # On a CPU, small products take half the time in float32 (docs/log.md), except by our kernel,
+    # which serves the LoRA.
+    is_cpu = model.device.type == "cpu"
+    dtype = torch.float32 if is_cpu and not linear_path() else model.dtype
     adapter.load(Path(folder) / WEIGHTS_FILE, dtype)
+    if adapter.head is not None and is_cpu:
+        adapter.head.float()
     adapter.requires_grad_(False)
     return adapter
 

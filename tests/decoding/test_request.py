@@ -55,7 +55,7 @@ def test_the_histogram_has_room_for_every_forward(
 
 
 def test_an_exact_row_plans_with_the_drafts_of_both_sources() -> None:
-    row = progress(2, 20, {})
+    row = progress(2, 20, {"layout": "full"})
     assert row.plan() == RowPlan(), "the prompt is read as in `ar`"
     row.commit([1, 2, 3, 1, 2], [Draft(3, 0.9), Draft(1, 0.9)])
     assert row.plan().drafts == (3, 1, 2, 3)  # a match of two tokens proposes four

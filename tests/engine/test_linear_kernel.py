@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mars.decoding.plan import RowPlan
 from mars.engine.kernels import compiler, linear
-from mars.engine.kernels.linear import PackedLinears, linear_path
+from mars.engine.kernels.linear import PackedLinears, add_lora, linear_path
 from mars.engine.runner import Runner
 from mars.gated import GatedAdapter, GatedConfig
 from tests.conftest import make_model
@@ -373,8 +373,41 @@ def test_the_lora_of_masks_acts(tiny_model: Callable[..., PreTrainedModel]) -> N
         base=None, fingerprint="", block_size=4, rank=4, targets=("q_proj",), mask_embeddings=4
     )
     adapter = GatedAdapter(model, config)
-    for matrix in adapter.lora_b:
-        nn.init.normal_(matrix)
+    for layer in adapter.lora_b:
+        nn.init.normal_(layer.weight)
     gated = open_rows(model, [tokens]).forward(0, [tokens], [plan])
     assert torch.equal(plain[0], gated[0])
     assert not torch.equal(plain[1], gated[1])
+
+
+@needs_kernel
+@pytest.mark.parametrize(("rows", "start"), [(1, 0), (1, 5), (3, 2)])
+@pytest.mark.parametrize("rank", [1, 8, 14])
+def test_lora_in_one_call_equals_layer_by_layer(rows: int, start: int, rank: int) -> None:
+    torch.manual_seed(rank)
+    a, b = (nn.Linear(k, n, bias=False).to(BF16) for k, n in ((70, rank), (rank, 45)))
+    x, y = torch.randn(rows, 9, 70).to(BF16), torch.randn(rows, 9, 45).to(BF16)
+    with torch.no_grad(), PackedLinears(a, b):
+        expected = y.clone()
+        expected[:, start:] += b(a(x[:, start:]))
+        changed = y.clone()
+        assert add_lora(a, b, x, changed, start)
+    assert torch.equal(changed, expected)
+    assert torch.equal(changed[:, :start], y[:, :start])
+    assert not torch.equal(changed[:, start:], y[:, start:])
+
+
+@needs_kernel
+def test_lora_is_left_to_torch_where_the_kernel_does_not_fit() -> None:
+    a, b = (nn.Linear(k, n, bias=False).to(BF16) for k, n in ((64, 8), (8, 32)))
+    x, y = torch.randn(2, 4, 64).to(BF16), torch.zeros(2, 4, 32).to(BF16)
+    with torch.no_grad():
+        assert not add_lora(a, b, x, y, 1), "outside of the block"
+        with PackedLinears(a, b):
+            assert not add_lora(a, b, x.float(), y, 1)
+            assert not add_lora(a, b, x.transpose(0, 1), y, 1)
+            assert add_lora(a, b, x, y, 1)
+            y.zero_()
+            b.weight.mul_(2)
+            assert not add_lora(a, b, x, y, 1), "its weights have changed"
+    assert not y.any()

@@ -272,8 +272,8 @@ def test_groups_of_a_gated_adapter_equal_plain_forwards(
     )
     adapter = GatedAdapter(model, config)
     torch.nn.init.normal_(adapter.mask_embedding)
-    for matrix in adapter.lora_b:
-        torch.nn.init.normal_(matrix)
+    for layer in adapter.lora_b:
+        torch.nn.init.normal_(layer.weight)
     runner = Runner(model, num_rows=len(ROW_PLANS), max_positions=32)
     tokens = [random_tokens(3 + 2 * seed, seed) for seed in range(len(ROW_PLANS))]
     for _ in ROW_PLANS:

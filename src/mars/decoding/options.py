@@ -36,7 +36,7 @@ class DecodingOptions:
 
     Of the model's distribution after bias and penalties, before temperature and filters: tau means
     the same for greedy and sampled text."""
-    layout: Layout = "full"
+    layout: Layout = "partial"
     """Which outcomes of a verification the exact mode has masks for: `linear` only for the one
     that all drafts are right, `full` for every number of right drafts, `partial` for the
     `max_groups` most likely numbers."""

@@ -23,7 +23,7 @@ from mars.decoding.sampling import (
     penalise,
 )
 from mars.decoding.verify import align_right, count_accepted, find_group, take_group
-from mars.draft_head import CANDIDATES, Correction
+from mars.draft_head import CANDIDATES, Correction, largest
 
 # (number of the row, column) -> all tokens before the one that the column predicts; None: padding.
 _Prefix = Callable[[int, int], list[int] | None]
@@ -243,17 +243,19 @@ def _draft_in_turn(
     """
     params, previous_B1 = step.params, next_B1
     tokens, probabilities = [], []
-    penalised_BWV = None if params.one_by_one else penalise(mask_BWV, params.sampling)
     count = min(CANDIDATES, mask_BWV.shape[-1])
+    best_BWC, ids_BWC = mask_BWV[..., :0], position_BW[..., None]
+    if not params.one_by_one:
+        best_BWC, ids_BWC = largest(penalise(mask_BWV, params.sampling).float(), count)
     for column in range(mask_BWV.shape[1]):
         here = slice(column, column + 1)
-        if penalised_BWV is None:
+        if params.one_by_one:
             chosen_BD = torch.cat([next_B1[:, :0], *tokens], dim=1)
             logits_B1V = _apply_hooks(step, mask_BWV[:, here], column, prefix, chosen_BD)
             logits_B1V = penalise(logits_B1V, params.sampling, history)
+            best_B1C, ids_B1C = largest(logits_B1V.float(), count)
         else:
-            logits_B1V = penalised_BWV[:, here]
-        best_B1C, ids_B1C = logits_B1V.float().topk(count, dim=-1)
+            best_B1C, ids_B1C = best_BWC[:, here], ids_BWC[:, here]
         # What bias, penalties and hooks have added goes on top of the head's logits.
         raw_B1C = mask_BWV[:, here].gather(-1, ids_B1C).float()
         added_B1C = torch.where(best_B1C.isinf() | raw_B1C.isinf(), best_B1C, best_B1C - raw_B1C)

@@ -14,7 +14,7 @@ from mars.draft_head import Correction
 from mars.engine.attention import grouped_attention
 from mars.engine.cache import SlotCache
 from mars.engine.kernels.linear import PackedLinears
-from mars.gated import correction_of, mask_columns
+from mars.gated import attached_adapter, correction_of, mask_columns
 
 ATTENTION = "mars"
 _SLACK_SLOTS = 64
@@ -55,7 +55,8 @@ class Runner:
         self._max_positions = max_positions
         self._mask = 0 if mask_token_id is None else mask_token_id
         self._chunk = prefill_chunk
-        self._linears = PackedLinears(model)
+        adapter = attached_adapter(model)
+        self._linears = PackedLinears(model, *([] if adapter is None else [adapter]))
 
     def add_row(self) -> None:
         """Open an empty row behind the others."""

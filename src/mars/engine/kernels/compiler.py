@@ -21,6 +21,7 @@ _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "mars_attention": (None, *[_POINTER] * 6),
     "mars_linear": (None, _POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
+    "mars_lora": (None, *[_POINTER] * 5, _INTEGER, _INTEGER),
     "mars_linear_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 4),
     "mars_linear_is_packed": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 3),
     "mars_linear_advise": (None, _POINTER, _INTEGER),

@@ -307,3 +307,34 @@ void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, 
     (void)l, (void)x, (void)stride, (void)y, (void)rows, (void)threads;
 #endif
 }
+
+/* y += B A x for M rows in each of `batches`: x of K numbers, y of N. Strides between batches and
+   between rows, in numbers: of x, then of y. Every step is rounded, as if layer by layer. */
+void mars_lora(const struct layer *a, const struct layer *b, const bf16 *x, bf16 *y,
+               const int64_t *strides, int64_t batches, int64_t rows) {
+#ifdef HAS_VECTORS
+    bf16 *inner = malloc(rows * (a->outputs + b->outputs) * sizeof *inner);
+    if (!inner) abort();
+    bf16 *delta = inner + rows * a->outputs;
+    for (int64_t i = 0; i < batches; i++) {
+        mars_linear(a, x + i * strides[0], strides[1], inner, rows, 1);
+        mars_linear(b, inner, a->outputs, delta, rows, 1);
+        for (int64_t m = 0; m < rows; m++) {
+            bf16 *to = y + i * strides[2] + m * strides[3];
+            const bf16 *from = delta + m * b->outputs;
+            for (int64_t n = 0; n < b->outputs; n++) {
+                uint32_t bits = (uint32_t)to[n] << 16, other = (uint32_t)from[n] << 16;
+                float sum, added;
+                memcpy(&sum, &bits, sizeof sum);
+                memcpy(&added, &other, sizeof added);
+                sum += added;
+                memcpy(&bits, &sum, sizeof bits);
+                to[n] = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* masks have no NaN */
+            }
+        }
+    }
+    free(inner);
+#else
+    (void)a, (void)b, (void)x, (void)y, (void)strides, (void)batches, (void)rows;
+#endif
+}

@@ -9,6 +9,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -39,8 +40,11 @@ class _Layer(ctypes.Structure):
     )
 
 
+_Strides = ctypes.c_int64 * 4
+
+
 class PackedLinears:
-    """Run a model's linear layers through the kernel inside a `with` block, without gradient.
+    """Run the linear layers of models through the kernel inside a `with` block, without gradient.
 
     Layers of exactly the type `nn.Linear`, on the CPU and in bf16, whose forward nobody has
     replaced, are packed here, once each; the others are left alone, and all of them where there is
@@ -52,15 +56,14 @@ class PackedLinears:
     gradient, work as always.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         """Pack what is not packed yet: a copy of all the weights."""
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
         path = linear_path()
         if not path:
             return
-        layers = [
-            m for m in model.modules() if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)
-        ]
+        modules = chain.from_iterable(model.modules() for model in models)
+        layers = [m for m in modules if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)]
         with _first_packing:
             found = [_packed.get(layer) for layer in layers]
             pairs = zip(layers, found, strict=True)
@@ -82,6 +85,36 @@ class PackedLinears:
             attributes.pop("forward", None)
 
 
+def add_lora(a: nn.Linear, b: nn.Linear, x: Tensor, output: Tensor, start: int) -> bool:
+    """Add B A x to the columns of a layer's output from `start` on, in place and in one call.
+
+    Args:
+        a: from K to r.
+        b: from r to N.
+        x: (B, T, K), the layer's input.
+        output: (B, T, N).
+        start: first column.
+
+    Returns:
+        False, having done nothing, outside of a `PackedLinears` block that has packed both, and
+        where they or the tensors are no longer what the kernel takes.
+    """
+    packed_a = getattr(a.__dict__.get("forward"), "packed", None)
+    packed_b = getattr(b.__dict__.get("forward"), "packed", None)
+    if packed_a is None or packed_b is None or not (x.is_contiguous() and output.is_contiguous()):
+        return False
+    if not (packed_a.is_untouched(a) and packed_b.is_untouched(b)) or x.dtype != torch.bfloat16:
+        return False
+    (batches, columns, inputs), outputs = x.shape, packed_b.outputs
+    _kernels().mars_lora(
+        *(packed_a.structure, packed_b.structure),
+        *(x.data_ptr() + 2 * start * inputs, output.data_ptr() + 2 * start * outputs),
+        _Strides(columns * inputs, inputs, columns * outputs, outputs),
+        *(batches, columns - start),
+    )
+    return True
+
+
 def linear_path() -> int:
     """Return which instructions the kernel uses: 2 AMX, 1 AVX-512 BF16, 0 none: there is no kernel.
 
@@ -100,6 +133,7 @@ class _Packed:
         self.memory = memory
         self.outputs, self.inputs = layer.weight.shape
         self.layer = _Layer(memory.data_ptr(), None, self.outputs, self.inputs, path)
+        self.structure = ctypes.addressof(self.layer)
         self.address = self.version = self.bias_address = 0
         self.update(layer)
 
@@ -119,6 +153,11 @@ class _Packed:
             self.sources = weight.detach(), None if bias is None else bias.detach()
         return True
 
+    def is_untouched(self, layer: nn.Linear) -> bool:
+        """Look at what torch tells of changes."""
+        weight = layer.weight
+        return self.address == weight.data_ptr() and self.version == weight._version
+
     def is_current(self, layer: nn.Linear, path: int) -> bool:
         """Look closely: at up to 64 weights too."""
         weight = layer.weight
@@ -126,7 +165,7 @@ class _Packed:
             return False
         sizes = self.outputs, self.inputs, weight.stride(0)
         equal = _kernels().mars_linear_is_packed(self.memory.data_ptr(), weight.data_ptr(), *sizes)
-        return bool(equal) and (self.address, self.version) == (weight.data_ptr(), weight._version)
+        return bool(equal) and self.is_untouched(layer)
 
 
 def _kernels() -> ctypes.CDLL:
@@ -181,7 +220,7 @@ def _forward_of(module: nn.Linear, packed: _Packed) -> Callable[[Tensor], Tensor
     run = _kernels().mars_linear
     parameters: dict[str, Any] = module._parameters
     inputs, shape = packed.inputs, (packed.outputs,)
-    address = ctypes.addressof(packed.layer)  # of a part of `packed`, which the closure keeps
+    address = packed.structure  # a part of `packed`, which the closure keeps
     is_grad_enabled, num_threads = torch.is_grad_enabled, torch.get_num_threads
     bfloat16, plain = torch.bfloat16, nn.Linear.forward
 
@@ -204,4 +243,5 @@ def _forward_of(module: nn.Linear, packed: _Packed) -> Callable[[Tensor], Tensor
         run(address, x.data_ptr(), stride, y.data_ptr(), x.numel() // inputs, num_threads())
         return y
 
+    forward.packed = packed  # type: ignore[attr-defined]
     return forward
