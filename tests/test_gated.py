@@ -47,7 +47,7 @@ def make_adapter(model, **changes):
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.copy_(0.3 * torch.randn_like(parameter))
-    return adapter.requires_grad_(False)
+    return adapter.to(model.dtype).requires_grad_(False)
 
 
 def step_logits(model, plans):

@@ -122,6 +122,14 @@ class GatedAdapter(nn.Module):
         finally:
             self.start = self._offset_BM = None
 
+    def layers(self) -> Iterator[tuple[str, tuple[nn.Linear, nn.Linear]]]:
+        """Yield the name of every adapted layer, and its A and B."""
+        yield from zip(self.layer_names, self._pairs(), strict=True)
+
+    def owns(self, hook: object) -> bool:
+        """Whether a forward hook of the base model is this adapter's."""
+        return hook == self._embed_masks or getattr(hook, "adapter", None) is self
+
     def save(self, folder: str | Path) -> None:
         """Write the adapter's two files, weights in bfloat16."""
         folder = Path(folder)
@@ -142,7 +150,7 @@ class GatedAdapter(nn.Module):
     def _named(self) -> dict[str, Tensor]:
         """Name the parameters as they are saved: by the layer of the base model they belong to."""
         named: dict[str, Tensor] = {"mask_embedding": self.mask_embedding}
-        for name, (a, b) in zip(self.layer_names, self._pairs(), strict=True):
+        for name, (a, b) in self.layers():
             named |= {f"{name}.lora_a": a.weight, f"{name}.lora_b": b.weight}
         if self.head is not None:
             named |= {f"head.{name}": p for name, p in self.head.named_parameters()}
@@ -192,10 +200,10 @@ class _LoraHook:
     """Add B A x to the mask columns of a linear layer's output."""
 
     def __init__(self, adapter: GatedAdapter, a: nn.Linear, b: nn.Linear) -> None:
-        self._adapter, self._a, self._b = adapter, a, b
+        self.adapter, self._a, self._b = adapter, a, b
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        start = self._adapter.start
+        start = self.adapter.start
         if start is None or start == output.shape[1]:
             return output
         if torch.is_grad_enabled():
@@ -209,6 +217,15 @@ class _LoraHook:
         return output
 
 
+def correction(model: PreTrainedModel, hidden_BMD: Tensor) -> Correction | None:
+    """Return what the model's draft head needs, given the masks' last hidden states."""
+    adapter = _adapters.get(model)
+    if adapter is None or adapter.head is None:
+        return None
+    output: Any = model.get_output_embeddings()
+    return Correction(hidden_BMD, adapter.head, input_embedding(model).weight, output.weight)
+
+
 @contextmanager
 def correction_of(model: PreTrainedModel) -> Generator[list[Correction]]:
     """Collect the hidden states that the draft head needs from a forward in the block.
@@ -220,12 +237,11 @@ def correction_of(model: PreTrainedModel) -> Generator[list[Correction]]:
     if adapter is None or adapter.head is None:
         yield found
         return
-    head: DraftHead = adapter.head
-    output: Any = model.get_output_embeddings()
 
     def keep(module: nn.Module, inputs: Any, decoded: Any) -> None:
-        hidden_BMD = decoded.last_hidden_state[:, adapter.start :]
-        found.append(Correction(hidden_BMD, head, input_embedding(model).weight, output.weight))
+        made = correction(model, decoded.last_hidden_state[:, adapter.start :])
+        assert made is not None
+        found.append(made)
 
     handle = model.get_decoder().register_forward_hook(keep)
     try:

@@ -219,6 +219,75 @@ def lay_out(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatColumns:
+    """Every column of one forward without padding: real ones row by row, then masks row by row."""
+
+    token: list[int]
+    """This, and those up to `first`: one per column, as in `Columns`."""
+    position: list[int]
+    slot: list[int]
+    limit: list[int]
+    first: list[int]
+    offset: list[int]
+    """Place of every mask in its group, from 0."""
+    real_start: list[int]
+    """B + 1 numbers: the real columns of row b are real_start[b] .. real_start[b + 1] - 1."""
+    mask_start: list[int]
+    """The same for masks."""
+    outputs: list[int]
+    """Columns whose outputs are wanted: every row's last token and drafts, then all masks."""
+    num_slots: int
+    """S: slots that any column writes or sees, from the first."""
+
+
+def lay_out_flat(
+    tokens: Sequence[Sequence[int]],
+    plans: Sequence[RowPlan],
+    cached: Sequence[int],
+    *,
+    mask_token_id: int,
+    max_positions: int,
+) -> FlatColumns:
+    """Do what `lay_out` does, for code that needs no padding. Arguments are the same."""
+    ids: list[int] = []
+    position: list[int] = []
+    real_start, outputs = [0], []
+    for row, plan, start in zip(tokens, plans, cached, strict=True):
+        ids += row[start:]
+        ids += plan.drafts
+        position += range(start, len(row) + len(plan.drafts))
+        real_start.append(len(ids))
+        outputs += range(len(ids) - len(plan.drafts) - 1, len(ids))
+    slot, limit, first = position.copy(), [p + 1 for p in position], position.copy()
+    mask_start, offset = [len(ids)], []
+    for row, plan in zip(tokens, plans, strict=True):
+        end = len(row) + len(plan.drafts)
+        for accepted in plan.groups:
+            behind, window = len(row) + accepted, range(plan.window)
+            offset += window
+            position += [min(behind + j, max_positions - 1) for j in window]
+            slot += range(end, end + plan.window)
+            limit += [behind] * plan.window
+            first += [end] * plan.window
+            end += plan.window
+        mask_start.append(len(slot))
+    num_masks = len(offset)
+    outputs += range(len(ids), len(ids) + num_masks)
+    return FlatColumns(
+        token=ids + [mask_token_id] * num_masks,
+        position=position,
+        slot=slot,
+        limit=limit,
+        first=first,
+        offset=offset,
+        real_start=real_start,
+        mask_start=mask_start,
+        outputs=outputs,
+        num_slots=max(slot) + 1,
+    )
+
+
 def pad_groups(plans: Sequence[RowPlan]) -> torch.Tensor:
     """Return the accept lengths of the rows' groups, int64 (B, G), G >= 1, -1 behind the last."""
     width = max(1, *(len(plan.groups) for plan in plans))

@@ -61,6 +61,13 @@ class SlotCache(ExternalCache):
             self._write(self.values[layer_idx], value_states),
         )
 
+    def allocate(self, num_layers: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        """Make the tensors of all layers at once, on the CPU, if there are none yet."""
+        if not self.keys:
+            like = torch.empty(0, heads, 0, width, dtype=dtype)
+            self.keys = [self._new(like) for _ in range(num_layers)]
+            self.values = [self._new(like) for _ in range(num_layers)]
+
     def reserve(self, num_slots: int) -> None:
         """Make room for positions below `num_slots`, layer by layer: one at most exists twice."""
         if num_slots <= self.num_slots:

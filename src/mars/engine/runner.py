@@ -9,12 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from mars.compat import attention_implementation, cached_forward, register_attention
-from mars.decoding.plan import RowPlan, lay_out
+from mars.decoding.plan import RowPlan, lay_out, lay_out_flat
 from mars.draft_head import Correction
 from mars.engine.attention import grouped_attention
 from mars.engine.cache import SlotCache
+from mars.engine.decoder import FusedDecoder, gather_rows
 from mars.engine.kernels.linear import PackedLinears
-from mars.gated import attached_adapter, correction_of, mask_columns
+from mars.gated import attached_adapter, correction, correction_of, mask_columns
 
 ATTENTION = "mars"
 _SLACK_SLOTS = 64
@@ -55,6 +56,7 @@ class Runner:
         self._max_positions = max_positions
         self._mask = 0 if mask_token_id is None else mask_token_id
         self._chunk = prefill_chunk
+        self._decoder = FusedDecoder.of(model, max_positions)
         adapter = attached_adapter(model)
         self._linears = PackedLinears(model, *([] if adapter is None else [adapter]))
 
@@ -111,6 +113,8 @@ class Runner:
     def _feed(
         self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._decoder is not None:
+            return self._feed_fused(self._decoder, first, tokens, plans)
         rows = slice(first, first + len(tokens))
         columns = lay_out(
             tokens,
@@ -140,6 +144,36 @@ class Runner:
         self.cached[rows] = [len(row) for row in tokens]
         self.correction = corrections[0] if corrections and num_masks else None
         return logits[:, : columns.num_outputs], logits[:, columns.num_outputs :]
+
+    def _feed_fused(
+        self,
+        decoder: FusedDecoder,
+        first: int,
+        tokens: Sequence[list[int]],
+        plans: Sequence[RowPlan],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(first, first + len(tokens))
+        columns = lay_out_flat(
+            tokens,
+            plans,
+            self.cached[rows],
+            mask_token_id=self._mask,
+            max_positions=self._max_positions,
+        )
+        self._reserve(columns.num_slots)
+        self.cache.allocate(decoder.num_layers, decoder.kv_heads, decoder.head_width, decoder.dtype)
+        hidden, logits = decoder.forward(columns, first, self.cache)
+        self.cached[rows] = [len(row) for row in tokens]
+        num_real = len(logits) - len(columns.offset)
+        num_drafts = [1 + len(plan.drafts) for plan in plans]
+        num_masks = [plan.num_masks for plan in plans]
+        real_BCV = gather_rows(logits[:num_real], num_drafts, right=True)
+        mask_BMV = gather_rows(logits[num_real:], num_masks, right=False)
+        self.correction = None
+        if columns.offset:
+            hidden_BMD = gather_rows(hidden[num_real:], num_masks, right=False)
+            self.correction = correction(self.model, hidden_BMD)
+        return real_BCV, mask_BMV
 
     def _reserve(self, num_slots: int) -> None:
         if num_slots > self.cache.num_slots:

@@ -15,74 +15,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX512F__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
 
-enum { LANES = 16, UNIT = 2 * LANES, TILE = 4, MAX_QUERIES = 64, MIN_QUERIES = 8 };
+#include "kernels.h"
+
+enum { UNIT = 2 * LANES, TILE = 4, MAX_QUERIES = 64, MIN_QUERIES = 8 };
 enum { SMALL_CALL = 1 << 17 }; /* multiply-adds of a call that one thread does faster alone */
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-/* For loads from anywhere; memcpy would, with some compilers, go in halves through the stack. */
-typedef uint32_t anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (uvec){__VA_ARGS__})
-#endif
-
-struct call {
-    int64_t rows, heads, kv_heads, columns, slots, width, value_width;
-    int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2]; /* elements */
-    int64_t is_bf16, threads;
-    float scale;
-};
-
-INLINE vec splat(float x) { return x - (vec){0}; } /* x - 0 keeps -0; x + 0 would not */
-INLINE vec load(const float *p) { return (vec)*(const anywhere *)p; }
-INLINE void store(float *p, vec x) { *(anywhere *)p = (uvec)x; }
-INLINE vec choose(ivec where, vec a, vec b) {
-    return (vec)((where & (ivec)a) | (~where & (ivec)b));
-}
-
-/* a * b + c with one rounding, or, where the processor has none such, with two. */
-INLINE vec fma16(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    union { vec v; __m256 half[2]; } x = {a}, y = {b}, z = {c};
-    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-    return z.v;
-#elif defined(__ARM_FEATURE_FMA)
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
-
-/* exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0. */
-INLINE vec exp16(vec x) {
-    const ivec tiny = x < -87.0f;
-    x = choose(tiny, splat(-87.0f), x);
-    const vec shifted = fma16(x, splat(1.44269504f), splat(12582912.0f)); /* n in the low bits */
-    const vec n = shifted - 12582912.0f;
-    vec r = fma16(n, splat(-0.693145752f), x);
-    r = fma16(n, splat(-1.42860677e-6f), r);
-    vec y = splat(1.9875691500e-4f);
-    y = fma16(y, r, splat(1.3981999507e-3f));
-    y = fma16(y, r, splat(8.3334519073e-3f));
-    y = fma16(y, r, splat(4.1665795894e-2f));
-    y = fma16(y, r, splat(1.6666665459e-1f));
-    y = fma16(y, r, splat(5.0000001201e-1f));
-    y = fma16(y, r * r, r) + 1.0f;
-    const uvec power = ((uvec)shifted << 23) + 0x3f800000u; /* 2 ** n */
-    return choose(tiny, splat(0.0f), y * (vec)power);
-}
 
 /* 64 bytes: 32 bf16 numbers as pairs, or 16 fp32 ones. What lies beyond `bytes` reads as 0. */
 INLINE uvec load_words(const char *p, int64_t bytes) {
@@ -90,16 +27,6 @@ INLINE uvec load_words(const char *p, int64_t bytes) {
     uvec x = {0};
     if (bytes > 0) memcpy(&x, p, bytes);
     return x;
-}
-
-/* The halves of 16 pairs of bf16 numbers, as fp32. */
-INLINE vec low(uvec pairs) { return (vec)(pairs << 16); }
-INLINE vec high(uvec pairs) { return (vec)(pairs & 0xffff0000u); }
-
-/* fp32 numbers rounded to bf16, ties to even, in the high halves; a NaN stays one. */
-INLINE uvec round16(vec x) {
-    const uvec bits = (uvec)x, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return (uvec)choose(x == x, (vec)rounded, (vec)(bits | 0x400000u)) & 0xffff0000u;
 }
 
 #define SWAP(step, low, high) \
@@ -242,9 +169,12 @@ INLINE void value_tile(int num, int vectors, float *sum, float *total, int is_fi
     switch (left) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
                     default: CALL(4); }
 
-static void run_task(const struct call *c, char *out, const char *query, const char *key,
-                     const char *value, const uint8_t *mask, int64_t row, int64_t kv_head,
-                     int64_t first, int64_t num) {
+/* The place of a column among all. */
+INLINE int64_t place(const int64_t *columns, int64_t t) { return columns ? columns[t] : t; }
+
+void attend(const struct call *c, char *out, const char *query, const char *key, const char *value,
+            const uint8_t *mask, const int64_t *columns, int64_t row, int64_t kv_head, int64_t first,
+            int64_t num) {
     const int64_t group = c->heads / c->kv_heads, size = c->is_bf16 ? 2 : 4;
     const int64_t units = (c->slots + UNIT - 1) / UNIT, padded = units * UNIT;
     const int64_t width = (c->width + UNIT - 1) / UNIT * UNIT;
@@ -279,7 +209,8 @@ static void run_task(const struct call *c, char *out, const char *query, const c
         memset(all, 0, UNIT * sizeof *all);
         for (int64_t t = 0; t < num_columns; t++) {
             uint8_t bytes[UNIT] = {0};
-            const uint8_t *from = mask + (first_column + t) * c->mask_strides[1] + u * UNIT;
+            const int64_t column = place(columns, first_column + t);
+            const uint8_t *from = mask + column * c->mask_strides[1] + u * UNIT;
             if (left >= UNIT) memcpy(bytes, from, UNIT);
             else memcpy(bytes, from, left);
             int32_t *to = seen + t * padded + used * UNIT;
@@ -292,8 +223,9 @@ static void run_task(const struct call *c, char *out, const char *query, const c
 
     /* 3. Scores. */
     for (int64_t i = 0; i < num; i++) {
-        const char *from = query + ((first + i) / group * c->query_strides[2] +
-                                    (first + i) % group * c->query_strides[1]) * size;
+        const int64_t column = place(columns, (first + i) / group), head = (first + i) % group;
+        const char *from =
+            query + (column * c->query_strides[2] + head * c->query_strides[1]) * size;
         float *to = q + i * width;
         if (c->is_bf16)
             for (int64_t d = 0; d < c->width; d++)
@@ -343,7 +275,8 @@ static void run_task(const struct call *c, char *out, const char *query, const c
 
     /* 5. Divide and round. A query that sees nothing gets zeros. */
     for (int64_t i = 0; i < num; i++) {
-        const int64_t head = (first + i) / group * c->heads + (first + i) % group;
+        const int64_t column = place(columns, (first + i) / group);
+        const int64_t head = column * c->heads + (first + i) % group;
         const float total = sum[i * sum_stride + value_width];
         store_value(out + head * c->value_width * size, sum + i * sum_stride,
                     total == 0.0f ? 1.0f : total, c->value_width, c->is_bf16);
@@ -351,19 +284,22 @@ static void run_task(const struct call *c, char *out, const char *query, const c
     free(q);
 }
 
+int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads) {
+    int64_t parts = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
+    while (pairs * parts < 2 * threads && queries / (parts + 1) >= MIN_QUERIES) parts++;
+    return ((queries + parts - 1) / parts + TILE - 1) / TILE * TILE;
+}
+
 void mars_attention(const struct call *c, char *out, const char *query, const char *key,
                     const char *value, const uint8_t *mask) {
     const int64_t queries = c->heads / c->kv_heads * c->columns, pairs = c->rows * c->kv_heads;
-    int64_t parts = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
-    while (pairs * parts < 2 * c->threads && queries / (parts + 1) >= MIN_QUERIES) parts++;
-    const int64_t length = ((queries + parts - 1) / parts + TILE - 1) / TILE * TILE;
+    const int64_t length = queries_per_task(queries, pairs, c->threads);
+    const int64_t parts = (queries + length - 1) / length;
 #pragma omp parallel for num_threads(c->threads) \
     if (pairs * queries * c->slots * (c->width + c->value_width) > SMALL_CALL)
     for (int64_t task = 0; task < pairs * parts; task++) {
-        const int64_t pair = task / parts, first = task % parts * length;
-        const int64_t left = queries - first;
-        if (left > 0)
-            run_task(c, out, query, key, value, mask, pair / c->kv_heads, pair % c->kv_heads, first,
-                     left < length ? left : length);
+        const int64_t pair = task / parts, first = task % parts * length, left = queries - first;
+        attend(c, out, query, key, value, mask, NULL, pair / c->kv_heads, pair % c->kv_heads, first,
+               left < length ? left : length);
     }
 }

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from mars.default_model import cache_folder
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.c", "linear.c"))
+_NAMES = ("attention.c", "linear.c", "decoder.c")
+_HEADER = Path(__file__).with_name("kernels.h")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
 # -ffp-contract=off: which operations are fused is then the same for every number of rows.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
@@ -25,6 +27,7 @@ _SIGNATURES = {
     "mars_linear_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 4),
     "mars_linear_is_packed": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 3),
     "mars_linear_advise": (None, _POINTER, _INTEGER),
+    "mars_decoder": (_INTEGER, _POINTER, _POINTER),
     "mars_linear_path": (_INTEGER, _INTEGER),
 }
 
@@ -56,7 +59,7 @@ def _compiled() -> Path:
     compiler = _find_compiler()
     if compiler is None:
         raise FileNotFoundError(f"no C compiler: none of {', '.join(_COMPILERS)}")
-    sources = [source.read_text() for source in _SOURCES]
+    sources = [source.read_text() for source in (_HEADER, *_SOURCES)]
     parts = [*sources, compiler, _run(compiler, "--version"), *_FLAGS, _processor()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"mars-{name}.so"

@@ -14,9 +14,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "kernels.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 #define HAS_VECTORS 1
-#include <immintrin.h>
 #if defined(__AMX_BF16__) && defined(__linux__)
 #define HAS_TILES 1
 #include <sys/syscall.h>
@@ -28,21 +30,11 @@
 #endif
 
 enum { NO_PATH, VECTORS, TILES };
-enum { BLOCK = 32, LINE = 32 };      /* outputs of a block; bf16 numbers of a cache line */
+enum { LINE = 32 };                  /* bf16 numbers of a cache line */
 enum { SMALL_CALL = 1 << 16 };       /* weights of a call that one thread does faster alone */
 enum { CHUNK_BYTES = 3 << 18 };      /* of x, to stay in the second-level cache ... */
 enum { GROUP_BYTES = 1 << 19 };      /* ... with these of the weights */
 enum { AHEAD = 48 * LINE };          /* how far ahead of their use weights are fetched, in numbers */
-
-typedef uint16_t bf16;
-
-struct layer {
-    const bf16 *weight; /* packed */
-    const bf16 *bias;   /* or NULL */
-    int64_t outputs, inputs, path;
-};
-
-static int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
 /* Write weights (N rows, `stride` apart) into round_up(N, 32) * round_up(K, 32) numbers. */
 void mars_linear_pack(bf16 *to, const bf16 *weight, int64_t outputs, int64_t inputs, int64_t stride,
@@ -281,6 +273,22 @@ static int64_t parts_of_rows(int64_t threads, int64_t blocks, int64_t rows) {
 }
 #endif
 
+void linear_blocks(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
+                   int64_t block, int64_t end) {
+    if (!rows || block >= end) return;
+#ifdef HAS_TILES
+    if (l->path == TILES) {
+        run_tiles(l, x, stride, y, rows, block, end);
+        return;
+    }
+#endif
+#ifdef HAS_VECTORS
+    run_vectors(l, x, stride, y, rows, block, end);
+#else
+    (void)l, (void)x, (void)stride, (void)y;
+#endif
+}
+
 /* x: M rows, `stride` apart, of K numbers; y: M rows of N numbers. */
 void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
                  int64_t threads) {
@@ -295,13 +303,8 @@ void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, 
         const int64_t i = task / parts, j = task % parts;
         const int64_t first = units * i / row_parts * 32, end = units * (i + 1) / row_parts * 32;
         const int64_t num = (end < rows ? end : rows) - first;
-        void (*run)(const struct layer *, const bf16 *, int64_t, bf16 *, int64_t, int64_t,
-                    int64_t) = run_vectors;
-#ifdef HAS_TILES
-        if (l->path == TILES) run = run_tiles;
-#endif
-        run(l, x + first * stride, stride, y + first * l->outputs, num, blocks * j / parts,
-            blocks * (j + 1) / parts);
+        linear_blocks(l, x + first * stride, stride, y + first * l->outputs, num,
+                      blocks * j / parts, blocks * (j + 1) / parts);
     }
 #else
     (void)l, (void)x, (void)stride, (void)y, (void)rows, (void)threads;

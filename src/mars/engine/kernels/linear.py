@@ -115,6 +115,14 @@ def add_lora(a: nn.Linear, b: nn.Linear, x: Tensor, output: Tensor, start: int) 
     return True
 
 
+def packed_layer(layer: nn.Linear) -> int:
+    """Return the address of the `struct layer` of a layer that a `PackedLinears` has packed.
+
+    It stays as long as the layer; its weights are packed again in place.
+    """
+    return _packed[layer].structure
+
+
 def linear_path() -> int:
     """Return which instructions the kernel uses: 2 AMX, 1 AVX-512 BF16, 0 none: there is no kernel.
 

@@ -1,0 +1,388 @@
+/* A decoder of the Llama kind in bf16, from token ids to logits, in one call.
+
+   Layer by layer: x += O(attention(rotary(Q K V(norm(x))))); x += Down(silu(Gate(n)) * Up(n)) with
+   n = norm(x). Every step rounds to bf16 where the stock model in PyTorch does. What a column gets
+   depends on its token, its position and what it sees; not on other columns, rows or threads.
+
+   Columns of all rows stand one after another, without padding: first the real ones of every row,
+   row by row, then the masks of every row. LoRA acts on masks only.
+
+   Threads run through the whole call together and wait for each other after every step. N columns,
+   D width, H query heads, G key-value heads, W head width, F inner width of the feed-forward part. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "kernels.h"
+
+enum { QUERY, KEY, VALUE, ATTENTION_OUTPUT, GATE, UP, DOWN, NUM_LINEARS };
+
+struct linear {
+    const struct layer *main, *lora_a, *lora_b; /* no LoRA: NULL */
+};
+
+struct block {
+    struct linear linears[NUM_LINEARS];
+    const bf16 *attention_norm, *mlp_norm;
+    const bf16 *query_norm, *key_norm; /* per head, or NULL */
+};
+
+struct decoder {
+    const struct block *blocks;
+    const bf16 *embedding, *mask_embedding; /* masks are ordinary tokens: NULL */
+    const bf16 *final_norm;
+    const struct layer *head;
+    const bf16 *cosine, *sine; /* positions x W */
+    int64_t num_blocks, width, heads, kv_heads, head_width, inner;
+    float epsilon, scale;
+};
+
+struct step {
+    bf16 *const *keys, *const *values; /* per block: rows of the cache x G x slots x W */
+    const int64_t *token, *position, *slot, *limit, *first; /* N; a column sees slots < limit and
+                                                               those from `first` to its own */
+    const int64_t *mask_index;  /* of each mask in the mask embeddings */
+    const int64_t *real_start, *mask_start; /* rows + 1: where the columns of a row begin */
+    const int64_t *output;      /* columns whose logits are wanted */
+    bf16 *hidden, *logits;      /* of these: x D, x V */
+    int64_t columns, rows, first_row, cache_slots, outputs, threads;
+};
+
+/* Numbers between rows of scratch: whole cache lines, that do not compete for places in a cache. */
+static int64_t spaced(int64_t width) {
+    const int64_t stride = round_up(width, BLOCK);
+    return stride % 512 ? stride : stride + BLOCK;
+}
+
+INLINE float widen(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+INLINE bf16 narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (bits >> 16) | 0x40;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+/* 32 numbers as fp32: the even ones, then the odd ones. */
+INLINE uvec load32(const bf16 *p) { return *(const anywhere *)p; }
+INLINE void store32(bf16 *p, vec even, vec odd) {
+    *(anywhere *)p = (round16(even) >> 16) | round16(odd);
+}
+INLINE vec rounded(vec x) { return (vec)round16(x); }
+
+/* RMS norm. Sums run through 32 lanes in a fixed order. */
+static void normalise(bf16 *y, const bf16 *x, const bf16 *weight, int64_t width, float epsilon) {
+    vec even = {0}, odd = {0};
+    int64_t d = 0;
+    for (; d + 2 * LANES <= width; d += 2 * LANES) {
+        const uvec pairs = load32(x + d);
+        even = fma16(low(pairs), low(pairs), even);
+        odd = fma16(high(pairs), high(pairs), odd);
+    }
+    even += odd;
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += even[i];
+    for (int64_t i = d; i < width; i++) sum += widen(x[i]) * widen(x[i]);
+    const float factor = 1.0f / sqrtf(sum / (float)width + epsilon);
+    for (d = 0; d + 2 * LANES <= width; d += 2 * LANES) {
+        const uvec pairs = load32(x + d), w = load32(weight + d);
+        store32(y + d, rounded(low(pairs) * factor) * low(w),
+                rounded(high(pairs) * factor) * high(w));
+    }
+    for (; d < width; d++) y[d] = narrow(widen(narrow(widen(x[d]) * factor)) * widen(weight[d]));
+}
+
+/* Rotate the halves of one head against each other. */
+static void rotate(bf16 *y, const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t width) {
+    const int64_t half = width / 2;
+    int64_t d = 0;
+    for (; d + 2 * LANES <= half; d += 2 * LANES) {
+        const uvec a = load32(x + d), b = load32(x + half + d);
+        const uvec c0 = load32(cosine + d), c1 = load32(cosine + half + d);
+        const uvec s0 = load32(sine + d), s1 = load32(sine + half + d);
+        store32(y + d, rounded(low(a) * low(c0)) - rounded(low(b) * low(s0)),
+                rounded(high(a) * high(c0)) - rounded(high(b) * high(s0)));
+        store32(y + half + d, rounded(low(b) * low(c1)) + rounded(low(a) * low(s1)),
+                rounded(high(b) * high(c1)) + rounded(high(a) * high(s1)));
+    }
+    for (; d < half; d++) {
+        const float a = widen(x[d]), b = widen(x[half + d]);
+        const float ac = widen(narrow(a * widen(cosine[d])));
+        const float bs = widen(narrow(b * widen(sine[d])));
+        const float bc = widen(narrow(b * widen(cosine[half + d])));
+        const float as = widen(narrow(a * widen(sine[half + d])));
+        y[d] = narrow(ac - bs);
+        y[half + d] = narrow(bc + as);
+    }
+}
+
+/* y = silu(y) * up */
+static void gate(bf16 *y, const bf16 *up, int64_t count) {
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+        const uvec pairs = load32(y + i), other = load32(up + i);
+        vec halves[2] = {low(pairs), high(pairs)};
+        for (int h = 0; h < 2; h++) {
+            const vec x = halves[h], e = exp16(-(vec)((uvec)x & 0x7fffffffu)); /* of -|x| */
+            const vec z = choose(x < 0, e, splat(1.0f));
+            halves[h] = rounded(x * z / (e + 1.0f));
+        }
+        store32(y + i, halves[0] * low(other), halves[1] * high(other));
+    }
+}
+
+/* y += x, rounded; where the last vector would go too far, number by number. */
+static void add(bf16 *y, const bf16 *x, int64_t count) {
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const uvec a = load32(y + i), b = load32(x + i);
+        store32(y + i, low(a) + low(b), high(a) + high(b));
+    }
+    for (; i < count; i++) y[i] = narrow(widen(y[i]) + widen(x[i]));
+}
+
+static int64_t num_blocks(const struct layer *l) { return round_up(l->outputs, BLOCK) / BLOCK; }
+
+/* Some blocks of a linear layer with its LoRA, for all columns. */
+static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y, int64_t columns,
+                  int64_t num_real, int64_t block, int64_t end, bf16 *scratch) {
+    if (block >= end) return;
+    const int64_t outputs = l->main->outputs, masks = columns - num_real;
+    linear_blocks(l->main, x, stride, y, columns, block, end);
+    if (!l->lora_a || !masks) return;
+    bf16 *inner = scratch, *delta = scratch + masks * l->lora_a->outputs;
+    linear_blocks(l->lora_a, x + num_real * stride, stride, inner, masks, 0, num_blocks(l->lora_a));
+    linear_blocks(l->lora_b, inner, l->lora_a->outputs, delta, masks, block, end);
+    const int64_t from = block * BLOCK, to = end * BLOCK < outputs ? end * BLOCK : outputs;
+    for (int64_t m = 0; m < masks; m++)
+        add(y + (num_real + m) * outputs + from, delta + m * outputs + from, to - from);
+}
+
+/* What lies between the threads of a call. */
+struct shared {
+    bf16 *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
+    uint8_t *visible;   /* N x visible_stride */
+    int64_t *columns;   /* of every row, one row after another */
+    int64_t visible_stride, num_real;
+};
+
+/* The share of a thread of `total` things. */
+#define SHARE(total, begin, end) \
+    const int64_t begin = (total) * thread / threads, end = (total) * (thread + 1) / threads
+
+#ifdef _OPENMP
+#define WAIT _Pragma("omp barrier")
+#else
+#define WAIT
+#endif
+
+/* Start: embed tokens, and note who sees what. */
+static void embed(const struct decoder *m, const struct step *s, const struct shared *h,
+                  int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) {
+        const bf16 *from = m->embedding + s->token[n] * m->width;
+        if (n >= h->num_real && m->mask_embedding)
+            from = m->mask_embedding + s->mask_index[n - h->num_real] * m->width;
+        memcpy(h->x + n * m->width, from, m->width * sizeof *from);
+        uint8_t *row = h->visible + n * h->visible_stride;
+        memset(row, 0, h->visible_stride);
+        memset(row, 1, s->limit[n]);
+        if (s->slot[n] >= s->first[n]) memset(row + s->first[n], 1, s->slot[n] + 1 - s->first[n]);
+    }
+}
+
+/* Queries, keys and values of some columns: norm, rotation, and into the cache. */
+static void place_heads(const struct decoder *m, const struct step *s, const struct shared *h,
+                        const int64_t *row_of, int64_t layer, int64_t begin, int64_t end) {
+    const struct block *b = m->blocks + layer;
+    const int64_t width = m->head_width, cached = s->cache_slots * width;
+    for (int64_t n = begin; n < end; n++) {
+        const bf16 *cosine = m->cosine + s->position[n] * width;
+        const bf16 *sine = m->sine + s->position[n] * width;
+        for (int64_t i = 0; i < m->heads; i++) {
+            bf16 *query = h->query + (n * m->heads + i) * width;
+            if (b->query_norm) normalise(query, query, b->query_norm, width, m->epsilon);
+            rotate(query, query, cosine, sine, width);
+        }
+        const int64_t to = row_of[n] * m->kv_heads * cached + s->slot[n] * width;
+        for (int64_t i = 0; i < m->kv_heads; i++) {
+            bf16 *key = h->key + (n * m->kv_heads + i) * width;
+            if (b->key_norm) normalise(key, key, b->key_norm, width, m->epsilon);
+            rotate(s->keys[layer] + to + i * cached, key, cosine, sine, width);
+            memcpy(s->values[layer] + to + i * cached,
+                   h->value + (n * m->kv_heads + i) * width, width * sizeof *key);
+        }
+    }
+}
+
+/* The attention tasks of one thread: every so many-th of all. */
+static void attend_share(const struct decoder *m, const struct step *s, const struct shared *h,
+                         int64_t layer, int64_t thread, int64_t threads) {
+    const int64_t width = m->head_width, cached = s->cache_slots * width;
+    int64_t task = 0;
+    const int64_t *columns = h->columns;
+    for (int64_t r = 0; r < s->rows; r++) {
+        const int64_t num = s->real_start[r + 1] - s->real_start[r] + s->mask_start[r + 1] -
+                            s->mask_start[r];
+        const int64_t queries = num * (m->heads / m->kv_heads);
+        const int64_t length = queries_per_task(queries, s->rows * m->kv_heads, threads);
+        int64_t slots = 0;
+        for (int64_t t = 0; t < num; t++)
+            slots = s->slot[columns[t]] >= slots ? s->slot[columns[t]] + 1 : slots;
+        const struct call c = {
+            .rows = 1, .heads = m->heads, .kv_heads = m->kv_heads, .columns = num, .slots = slots,
+            .width = width, .value_width = width,
+            .query_strides = {0, width, m->heads * width}, .key_strides = {0, cached, width},
+            .value_strides = {0, cached, width}, .mask_strides = {0, h->visible_stride},
+            .is_bf16 = 1, .threads = 1, .scale = m->scale,
+        };
+        const int64_t from = (s->first_row + r) * m->kv_heads * cached;
+        for (int64_t g = 0; g < m->kv_heads; g++)
+            for (int64_t first = 0; first < queries; first += length, task++)
+                if (task % threads == thread)
+                    attend(&c, (char *)h->attended, (const char *)h->query,
+                           (const char *)(s->keys[layer] + from),
+                           (const char *)(s->values[layer] + from), h->visible, columns, 0, g,
+                           first, queries - first < length ? queries - first : length);
+        columns += num;
+    }
+}
+
+/* x += layer(input), a share of the outputs. */
+static void add_layer(const struct decoder *m, const struct step *s, const struct shared *h,
+                      const struct linear *l, const bf16 *input, int64_t stride, int64_t thread,
+                      int64_t threads, bf16 *scratch) {
+    SHARE(num_blocks(l->main), begin, end);
+    apply(l, input, stride, h->output, s->columns, h->num_real, begin, end, scratch);
+    const int64_t from = begin * BLOCK, to = end * BLOCK < m->width ? end * BLOCK : m->width;
+    for (int64_t n = 0; n < s->columns && from < to; n++)
+        add(h->x + n * m->width + from, h->output + n * m->width + from, to - from);
+}
+
+static void run_block(const struct decoder *m, const struct step *s, const struct shared *h,
+                      const int64_t *row_of, int64_t layer, int64_t thread, int64_t threads,
+                      bf16 *scratch) {
+    const struct block *b = m->blocks + layer;
+    const struct linear *l = b->linears;
+    const int64_t columns = s->columns, stride = spaced(m->width);
+    SHARE(columns, begin, end);
+    /* 1. Attention. */
+    for (int64_t n = begin; n < end; n++)
+        normalise(h->normed + n * stride, h->x + n * m->width, b->attention_norm, m->width,
+                  m->epsilon);
+    WAIT
+    bf16 *outputs[] = {h->query, h->key, h->value};
+    int64_t total = 0, before = 0;
+    for (int i = QUERY; i <= VALUE; i++) total += num_blocks(l[i].main);
+    SHARE(total, first, last);
+    for (int i = QUERY; i <= VALUE; i++) {
+        const int64_t num = num_blocks(l[i].main), from = first - before, to = last - before;
+        apply(l + i, h->normed, stride, outputs[i], columns, h->num_real, from < 0 ? 0 : from,
+              to < num ? to : num, scratch);
+        before += num;
+    }
+    WAIT
+    place_heads(m, s, h, row_of, layer, begin, end);
+    WAIT
+    attend_share(m, s, h, layer, thread, threads);
+    WAIT
+    add_layer(m, s, h, l + ATTENTION_OUTPUT, h->attended, m->heads * m->head_width, thread, threads,
+              scratch);
+    WAIT
+    /* 2. Feed forward. */
+    for (int64_t n = begin; n < end; n++)
+        normalise(h->normed + n * stride, h->x + n * m->width, b->mlp_norm, m->width, m->epsilon);
+    WAIT
+    SHARE(num_blocks(l[GATE].main), head, tail);
+    apply(l + GATE, h->normed, stride, h->gate, columns, h->num_real, head, tail, scratch);
+    apply(l + UP, h->normed, stride, h->up, columns, h->num_real, head, tail, scratch);
+    for (int64_t n = 0; n < columns; n++)
+        gate(h->gate + n * m->inner + head * BLOCK, h->up + n * m->inner + head * BLOCK,
+             (tail - head) * BLOCK);
+    WAIT
+    add_layer(m, s, h, l + DOWN, h->gate, m->inner, thread, threads, scratch);
+    WAIT
+}
+
+/* Scratch of one thread for LoRA: its inner numbers, and what it adds. */
+static int64_t lora_scratch(const struct decoder *m, int64_t masks) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < m->num_blocks; i++)
+        for (int j = 0; j < NUM_LINEARS; j++) {
+            const struct linear *l = m->blocks[i].linears + j;
+            const int64_t size = l->lora_a ? l->lora_a->outputs + l->main->outputs : 0;
+            most = size > most ? size : most;
+        }
+    return round_up(masks * most, BLOCK) + BLOCK;
+}
+
+int64_t mars_decoder(const struct decoder *m, const struct step *s) {
+    const int64_t columns = s->columns, num_real = s->real_start[s->rows];
+    struct shared h = {.num_real = num_real};
+    /* 1. Scratch, in one piece; sizes in numbers of two bytes. */
+    int64_t slots = 1;
+    for (int64_t n = 0; n < columns; n++) {
+        slots = s->slot[n] + 1 > slots ? s->slot[n] + 1 : slots;
+        slots = s->limit[n] > slots ? s->limit[n] : slots;
+    }
+    h.visible_stride = round_up(slots, 64);
+    const int64_t kv = m->kv_heads * m->head_width, queries = m->heads * m->head_width;
+    const int64_t lora = lora_scratch(m, columns - num_real);
+    const int64_t sizes[] = {
+        columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
+        columns * queries, columns * m->inner, columns * m->inner, columns * m->width,
+        columns * h.visible_stride / 2, columns * 4, columns * 4, lora * s->threads,
+    };
+    enum { PARTS = sizeof sizes / sizeof *sizes };
+    bf16 *parts[PARTS];
+    int64_t total = 0;
+    for (int i = 0; i < PARTS; i++) total += round_up(sizes[i], BLOCK) + BLOCK;
+    bf16 *memory = aligned_alloc(64, total * sizeof *memory);
+    if (!memory) return 1;
+    for (int64_t i = 0, start = 0; i < PARTS; start += round_up(sizes[i], BLOCK) + BLOCK, i++)
+        parts[i] = memory + start;
+    h.x = parts[0], h.normed = parts[1], h.query = parts[2], h.key = parts[3], h.value = parts[4];
+    h.attended = parts[5], h.gate = parts[6], h.up = parts[7], h.output = parts[8];
+    h.visible = (uint8_t *)parts[9];
+    h.columns = (int64_t *)parts[10];
+    int64_t *row_of = (int64_t *)parts[11];
+    /* 2. The columns of each row. */
+    for (int64_t r = 0, i = 0; r < s->rows; r++) {
+        for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h.columns[i++] = n;
+        for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h.columns[i++] = n;
+        for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) row_of[n] = s->first_row + r;
+        for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) row_of[n] = s->first_row + r;
+    }
+    /* 3. The layers. */
+#pragma omp parallel num_threads(s->threads)
+    {
+        int64_t thread = 0, threads = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#endif
+        bf16 *scratch = parts[PARTS - 1] + thread * lora;
+        SHARE(columns, begin, end);
+        embed(m, s, &h, begin, end);
+        WAIT
+        for (int64_t layer = 0; layer < m->num_blocks; layer++)
+            run_block(m, s, &h, row_of, layer, thread, threads, scratch);
+        /* 4. Logits. */
+        SHARE(s->outputs, top, bottom);
+        for (int64_t i = top; i < bottom; i++)
+            normalise(s->hidden + i * m->width, h.x + s->output[i] * m->width, m->final_norm,
+                      m->width, m->epsilon);
+        WAIT
+        SHARE(num_blocks(m->head), first, last);
+        linear_blocks(m->head, s->hidden, m->width, s->logits, s->outputs, first, last);
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,114 @@
+/* What the kernels share: vectors of 16 fp32 numbers, and what one file calls of another. */
+
+#ifndef MARS_KERNELS_H
+#define MARS_KERNELS_H
+
+#include <stdint.h>
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+enum { LANES = 16 };
+
+typedef uint16_t bf16;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+/* For loads from anywhere; memcpy would, with some compilers, go in halves through the stack. */
+typedef uint32_t anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (uvec){__VA_ARGS__})
+#endif
+
+INLINE vec splat(float x) { return x - (vec){0}; } /* x - 0 keeps -0; x + 0 would not */
+INLINE vec load(const float *p) { return (vec)*(const anywhere *)p; }
+INLINE void store(float *p, vec x) { *(anywhere *)p = (uvec)x; }
+INLINE vec choose(ivec where, vec a, vec b) {
+    return (vec)((where & (ivec)a) | (~where & (ivec)b));
+}
+
+/* a * b + c with one rounding, or, where the processor has none such, with two. */
+INLINE vec fma16(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    union { vec v; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    return z.v;
+#elif defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
+/* exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0. */
+INLINE vec exp16(vec x) {
+    const ivec tiny = x < -87.0f;
+    x = choose(tiny, splat(-87.0f), x);
+    const vec shifted = fma16(x, splat(1.44269504f), splat(12582912.0f)); /* n in the low bits */
+    const vec n = shifted - 12582912.0f;
+    vec r = fma16(n, splat(-0.693145752f), x);
+    r = fma16(n, splat(-1.42860677e-6f), r);
+    vec y = splat(1.9875691500e-4f);
+    y = fma16(y, r, splat(1.3981999507e-3f));
+    y = fma16(y, r, splat(8.3334519073e-3f));
+    y = fma16(y, r, splat(4.1665795894e-2f));
+    y = fma16(y, r, splat(1.6666665459e-1f));
+    y = fma16(y, r, splat(5.0000001201e-1f));
+    y = fma16(y, r * r, r) + 1.0f;
+    const uvec power = ((uvec)shifted << 23) + 0x3f800000u; /* 2 ** n */
+    return choose(tiny, splat(0.0f), y * (vec)power);
+}
+
+/* The halves of 16 pairs of bf16 numbers, as fp32. */
+INLINE vec low(uvec pairs) { return (vec)(pairs << 16); }
+INLINE vec high(uvec pairs) { return (vec)(pairs & 0xffff0000u); }
+
+/* fp32 numbers rounded to bf16, ties to even, in the high halves; a NaN stays one. */
+INLINE uvec round16(vec x) {
+    const uvec bits = (uvec)x, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return (uvec)choose(x == x, (vec)rounded, (vec)(bits | 0x400000u)) & 0xffff0000u;
+}
+
+/* Attention: one call for a whole tensor, or for one row of several that differ in length. */
+struct call {
+    int64_t rows, heads, kv_heads, columns, slots, width, value_width;
+    int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2]; /* elements */
+    int64_t is_bf16, threads;
+    float scale;
+};
+
+/* Attend from `num` of a row's queries, from the `first` on, with one of its key-value heads.
+   `columns` says where the row's columns lie in `query`, `mask` and `out`; NULL: one after another. */
+void attend(const struct call *c, char *out, const char *query, const char *key, const char *value,
+            const uint8_t *mask, const int64_t *columns, int64_t row, int64_t kv_head, int64_t first,
+            int64_t num);
+
+/* How many queries of a key-value head a call of `attend` should take, so that all threads work. */
+int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads);
+
+/* A linear layer. */
+struct layer {
+    const bf16 *weight; /* packed */
+    const bf16 *bias;   /* or NULL */
+    int64_t outputs, inputs, path;
+};
+
+enum { BLOCK = 32 }; /* outputs of a block; numbers of outputs and inputs are filled up to blocks */
+
+static inline int64_t round_up(int64_t number, int64_t unit) {
+    return (number + unit - 1) / unit * unit;
+}
+
+/* Apply a layer to M rows, `stride` apart, for some blocks of its outputs, in the thread that calls.
+   An output has the bits that it has in every other division into calls. */
+void linear_blocks(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
+                   int64_t block, int64_t end);
+
+#endif
