@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mars.checkpoint import Checkpoint
 from mars.counter import uniform
-from mars.decoding import loop
+from mars.decoding import scheduler
 from mars.decoding.decision import Decision
 from mars.decoding.drafts import Draft
 from mars.decoding.generate import generate, prepare, stream
@@ -269,7 +269,7 @@ def test_exact_equals_transformers(
 
 def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what masks predict by what is true, spoilt with probability 1/4 at every token."""
-    decide = loop.decide
+    decide = scheduler.decide
 
     def spoilt(real: Any, masks: Any, rows: Any, plans: Any, *rest: Any) -> list[Decision]:
         decisions = decide(real, masks, rows, plans, *rest)
@@ -285,7 +285,7 @@ def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.Mo
             replaced.append(dataclasses.replace(decision, drafts=drafts if has_group else []))
         return replaced
 
-    monkeypatch.setattr(loop, "decide", spoilt)
+    monkeypatch.setattr(scheduler, "decide", spoilt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -400,8 +400,8 @@ def test_one_transfer_to_the_host_per_step(
     drafter: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, transfers = [], []
-    decide, to_host = loop.decide, torch.Tensor.cpu
-    monkeypatch.setattr(loop, "decide", lambda *a: steps.append(1) or decide(*a))
+    decide, to_host = scheduler.decide, torch.Tensor.cpu
+    monkeypatch.setattr(scheduler, "decide", lambda *a: steps.append(1) or decide(*a))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(1) or to_host(t))
     generate(drafter, [45, 46, 47], max_new_tokens=20, ignore_eos=True, temperature=1.0)
     assert len(steps) == len(transfers) > 3

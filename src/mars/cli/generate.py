@@ -40,9 +40,9 @@ from mars.errors import UserError
 
 if TYPE_CHECKING:
     from mars.checkpoint import Checkpoint
-    from mars.decoding.loop import Event
     from mars.decoding.options import DecodingOptions
     from mars.decoding.request import Prompt, Request, Result
+    from mars.decoding.row import Event
 
 JSON_KEYS = (
     "prompt",

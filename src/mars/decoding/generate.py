@@ -6,10 +6,11 @@ from typing import Any, overload
 
 from mars.checkpoint import Checkpoint
 from mars.decoding.limits import check_context, check_token_ids, resolve_window
-from mars.decoding.loop import Event, decode
+from mars.decoding.loop import decode
 from mars.decoding.options import DecodingOptions
 from mars.decoding.prompts import as_list, encode, text_decoder
 from mars.decoding.request import Prompt, Request, Result
+from mars.decoding.row import Event
 from mars.errors import UserError
 
 
@@ -63,7 +64,7 @@ def generate(
     prompt_list, is_single = as_list(prompts)
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UserError(f"batch_size must be an integer of at least 1; got {batch_size!r}.")
-    options = _with_overrides(options, overrides)
+    options = with_overrides(options, overrides)
     requests = [prepare(checkpoint, prompt, options, raw=raw) for prompt in prompt_list]
     events = run(checkpoint, requests, batch_size=batch_size)
     results = {event.index: event.result for event in events if event.result is not None}
@@ -86,7 +87,7 @@ def stream(
     Returns:
         An iterator of non-empty pieces that join to the text of its `result`.
     """
-    request = prepare(checkpoint, prompt, _with_overrides(options, overrides), raw=raw)
+    request = prepare(checkpoint, prompt, with_overrides(options, overrides), raw=raw)
     return TextStream(checkpoint, request)
 
 
@@ -139,7 +140,8 @@ def run(
     return decode(checkpoint.model, requests, mask_token_id=mask, batch_size=batch_size)
 
 
-def _with_overrides(options: DecodingOptions | None, overrides: dict[str, Any]) -> DecodingOptions:
+def with_overrides(options: DecodingOptions | None, overrides: dict[str, Any]) -> DecodingOptions:
+    """Change fields of options, or of the default ones; arguments and errors as for `generate`."""
     names = {field.name for field in fields(DecodingOptions)}
     if unknown := sorted(set(overrides) - names):
         raise UserError(

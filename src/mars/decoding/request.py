@@ -86,11 +86,13 @@ class Result:
     """The prompt as given."""
     prompt_tokens: int
     text: str
-    """The answer, without special tokens and without the stop string that ended it."""
+    """The answer, without special tokens and without the stop string that ended it. If it was
+    ended from outside: what was certain by then, so it may lack the end of what the tokens say."""
     token_ids: list[int]
     """The tokens of the answer, the one that ended it included."""
     finish_reason: FinishReason
-    """`stop`: an end token or a stop string; `length`: max_new_tokens."""
+    """`stop`: an end token or a stop string; `length`: max_new_tokens; `cancelled` or `timeout`:
+    ended from outside, with the tokens it had by then."""
     stop_reason: int | str | None
     """The token id or the stop string that ended it."""
     mode: Mode
@@ -98,6 +100,7 @@ class Result:
     forwards: int
     """Forwards that committed tokens of this row; those that only read the prompt do not."""
     tokens_per_forward: float
+    """0 if there was no forward."""
     acceptance_histogram: list[int]
     """Entry k: forwards that committed k tokens, k = 0 .. 1 + the most drafts of a forward."""
     draft_outcomes: list[DraftOutcome]
@@ -212,7 +215,7 @@ class Progress:
             stop_reason=self.stop.stop_reason,
             mode=self.request.mode,
             forwards=forwards,
-            tokens_per_forward=len(token_ids) / forwards,
+            tokens_per_forward=len(token_ids) / forwards if forwards else 0.0,
             acceptance_histogram=self.histogram,
             draft_outcomes=self.outcomes,
             logprobs=None if self.request.options.logprobs is None else self.logprobs,

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Decode = Callable[[list[int]], str]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+"""Why a text ended. `stop`: an end token or a stop string; `length`: the budget is used up. Ended
+from outside: `cancelled`, or `timeout`, its time was over."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -146,6 +148,11 @@ class StopChecker:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+
+    def abort(self, reason: FinishReason) -> None:
+        """End the request from outside. What is held back stays so: it is not certain."""
+        assert self.finish_reason is None, "has ended already"
+        self.finish_reason = reason
 
     def push(self, token: int, *, last: bool = False) -> str:
         """Take one token and return the text that may now be shown.
