@@ -46,7 +46,7 @@ def test_growing_keeps_everything_but_scratch() -> None:
     assert cache.num_slots == 7
 
 
-def test_growing_holds_one_tensor_twice_at_most() -> None:
+def test_growing_holds_one_layer_twice_at_most() -> None:
     cache = SlotCache(num_rows=1, num_slots=2)
     cache.prepare(slice(0, 1), torch.tensor([[0]]), 1)
     for layer in range(4):
@@ -54,14 +54,28 @@ def test_growing_holds_one_tensor_twice_at_most() -> None:
     allocated: list[int] = []
     new = cache._new
 
-    def spy(like: torch.Tensor) -> torch.Tensor:
+    def spy(like: torch.Tensor, count: int) -> torch.Tensor:
         sizes = [tensor.shape[2] for tensor in cache.keys + cache.values]
         allocated.append(sizes.count(10))
-        return new(like)
+        return new(like, count)
 
     cache._new = spy  # type: ignore[method-assign]
     cache.reserve(9)
-    assert allocated == list(range(8))  # each new one replaces its old one before the next
+    assert allocated == [0, 0, 2, 2, 4, 4, 6, 6]  # a layer replaces its old one before the next
+
+
+def test_layers_allocated_at_once_grow_and_keep_what_they_hold() -> None:
+    cache = SlotCache(num_rows=2, num_slots=3)
+    cache.allocate(3, heads=2, width=4, dtype=torch.float32)
+    assert len(cache.keys) == len(cache.values) == 3
+    for number, tensor in enumerate(cache.keys + cache.values):
+        tensor.fill_(number)
+    cache.allocate(3, heads=2, width=4, dtype=torch.float32)
+    cache.reserve(5)
+    for number, tensor in enumerate(cache.keys + cache.values):
+        assert tensor.shape == (2, 2, 6, 4)
+        assert (tensor[:, :, :3] == number).all()
+        assert not tensor[:, :, 3:].any()
 
 
 def test_a_row_moves() -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from mars.compat import ExternalCache
+from mars.engine.kernels.linear import want_large_pages
+
+_STRETCH_BYTES = 1 << 24
 
 
 class SlotCache(ExternalCache):
@@ -29,6 +32,7 @@ class SlotCache(ExternalCache):
         self.num_slots = num_slots
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self._stretches: list[tuple[torch.Tensor, torch.Tensor]] = []  # of some layers each
 
     def prepare(self, rows: slice, slots: torch.Tensor, num_visible: int) -> None:
         """Say where the next forward writes and how far it reads.
@@ -54,30 +58,37 @@ class SlotCache(ExternalCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, heads, T, width) keys and values; return all the visible ones."""
         if layer_idx == len(self.keys):
-            self.keys.append(self._new(key_states))
-            self.values.append(self._new(value_states))
+            self._add(self._new(key_states, 1), self._new(value_states, 1))
         return (
             self._write(self.keys[layer_idx], key_states),
             self._write(self.values[layer_idx], value_states),
         )
 
     def allocate(self, num_layers: int, heads: int, width: int, dtype: torch.dtype) -> None:
-        """Make the tensors of all layers at once, on the CPU, if there are none yet."""
-        if not self.keys:
-            like = torch.empty(0, heads, 0, width, dtype=dtype)
-            self.keys = [self._new(like) for _ in range(num_layers)]
-            self.values = [self._new(like) for _ in range(num_layers)]
+        """Make the tensors of all layers at once, on the CPU, if there are none yet.
+
+        Those of some layers lie together, so that large pages fit them.
+        """
+        if self.keys:
+            return
+        like = torch.empty(0, heads, 0, width, dtype=dtype)
+        layer_bytes = self.num_rows * heads * (self.num_slots + 1) * width * like.itemsize
+        together = max(1, -(-_STRETCH_BYTES // layer_bytes))
+        for start in range(0, num_layers, together):
+            count = min(together, num_layers - start)
+            self._add(self._new(like, count), self._new(like, count))
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for positions below `num_slots`, layer by layer: one at most exists twice."""
+        """Make room for positions below `num_slots`, some layers at a time: few exist twice."""
         if num_slots <= self.num_slots:
             return
         old, self.num_slots = self.num_slots, num_slots
-        for tensors in (self.keys, self.values):
-            for layer in range(len(tensors)):
-                grown = self._new(tensors[layer])
-                grown[:, :, :old] = tensors[layer][:, :, :old]
-                tensors[layer] = grown
+        before, self.keys, self.values, self._stretches = self._stretches, [], [], []
+        while before:
+            grown = [self._new(stretch[0], len(stretch)) for stretch in before[0]]
+            for new, stretch in zip(grown, before.pop(0), strict=True):
+                new[..., :old, :] = stretch[..., :old, :]
+            self._add(*grown)
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of a row over another row."""
@@ -85,10 +96,18 @@ class SlotCache(ExternalCache):
             for tensor in tensors:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
-    def _new(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not garbage: attention gives invisible slots weight 0, and 0 * nan is nan.
+    def _new(self, like: torch.Tensor, count: int) -> torch.Tensor:
         _, heads, _, width = like.shape
-        return like.new_zeros(self.num_rows, heads, self.num_slots + 1, width)
+        made = like.new_empty(count, self.num_rows, heads, self.num_slots + 1, width)
+        want_large_pages(made)
+        # Zeros, not garbage: attention gives invisible slots weight 0, and 0 * nan is nan.
+        return made.zero_()
+
+    def _add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append layers: (layers, S, heads, L, width) each."""
+        self._stretches.append((keys, values))
+        self.keys += keys.unbind()
+        self.values += values.unbind()
 
     def _write(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         stored[self._row_index, :, self._slots] = new.transpose(1, 2)

@@ -77,8 +77,8 @@ class _Step(ctypes.Structure):
 class FusedDecoder:
     """The weights of a model, as `decoder.c` reads them. They stay the model's own.
 
-    Made by `FusedDecoder.of`. Weights changed in place are noticed before every forward; modules
-    replaced and hooks added afterwards are not.
+    Made by `FusedDecoder.of`; what happens to the model's weights, modules and hooks afterwards is
+    not noticed.
     """
 
     @classmethod
@@ -96,7 +96,6 @@ class FusedDecoder:
         self, model: PreTrainedModel, adapter: GatedAdapter | None, max_positions: int
     ) -> None:
         decoder: Any = model.get_decoder()
-        self._model, self._adapter = model, adapter
         self._embedding = decoder.embed_tokens.weight
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
@@ -106,9 +105,9 @@ class FusedDecoder:
         self.num_layers, self.dtype = len(decoder.layers), torch.bfloat16
         self.head_width = attention.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_width
-        modules = [model, *([] if adapter is None else [adapter])]
-        self._weights = [p for module in modules for p in module.parameters()]
-        self._pack()
+        # Packs what is new or changed; the second copy of the weights lives as long as the model.
+        PackedLinears(model, *([] if adapter is None else [adapter]))
+        self._point(model, adapter)
 
     def forward(
         self, columns: FlatColumns, first_row: int, cache: SlotCache
@@ -120,8 +119,6 @@ class FusedDecoder:
         Returns:
             Last hidden states (O, D) and logits (O, V) of the columns with outputs, bf16.
         """
-        if self._versions != self._current_versions():
-            self._pack()
         count = len(columns.outputs)
         hidden = self._embedding.new_empty(count, self._embedding.shape[1])
         logits = self._embedding.new_empty(count, self._head.out_features)
@@ -147,14 +144,8 @@ class FusedDecoder:
             raise MemoryError(f"no memory for a forward of {len(columns.token)} columns")
         return hidden, logits
 
-    def _current_versions(self) -> list[int]:
-        return [weight._version for weight in self._weights]
-
-    def _pack(self) -> None:
-        """Point to the weights, packing the linear layers where they are new."""
-        model, adapter = self._model, self._adapter
-        self._linears = PackedLinears(model, *([] if adapter is None else [adapter]))
-        self._versions = self._current_versions()
+    def _point(self, model: PreTrainedModel, adapter: GatedAdapter | None) -> None:
+        """Fill in the addresses of weights, which `PackedLinears` has packed."""
         decoder: Any = model.get_decoder()
         config: Any = model.config
         loras = {} if adapter is None else dict(adapter.layers())

@@ -58,7 +58,8 @@ class Runner:
         self._chunk = prefill_chunk
         self._decoder = FusedDecoder.of(model, max_positions)
         adapter = attached_adapter(model)
-        self._linears = PackedLinears(model, *([] if adapter is None else [adapter]))
+        modules = [] if self._decoder else [model, *([] if adapter is None else [adapter])]
+        self._linears = PackedLinears(*modules)
 
     def add_row(self) -> None:
         """Open an empty row behind the others."""

@@ -29,26 +29,6 @@ INLINE uvec load_words(const char *p, int64_t bytes) {
     return x;
 }
 
-#define SWAP(step, low, high) \
-    for (int i = 0; i < LANES; i++) \
-        if (!(i & step)) { \
-            const uvec a = x[i], b = x[i + step]; \
-            x[i] = SHUFFLE(a, b, low); \
-            x[i + step] = SHUFFLE(a, b, high); \
-        }
-#define LIST(...) __VA_ARGS__
-
-INLINE void transpose(uvec x[LANES]) {
-    SWAP(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-         LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-    SWAP(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-         LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-    SWAP(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-         LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-    SWAP(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-         LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-}
-
 /* Write the keys of 16 slots as columns: kt[d][slot], fp32. Slots from `count` on are 0. */
 static void load_keys(float *kt, const char *key, int64_t stride, int64_t count, int64_t width,
                       int64_t is_bf16) {
@@ -188,6 +168,13 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
     value += (row * c->value_strides[0] + kv_head * c->value_strides[1]) * size;
     out += (row * c->columns * c->heads + kv_head * group) * c->value_width * size;
     mask += row * c->mask_strides[0];
+#ifdef HAS_TILES
+    if (tiles_fit(c)) {
+        attend_tiles(c, (bf16 *)out, (const bf16 *)query, (const bf16 *)key, (const bf16 *)value, mask,
+                     columns, first, num);
+        return;
+    }
+#endif
 
     /* 1. Scratch: queries, one unit of keys or values, sums, scores, what columns see, units. */
     const int64_t unit_width = width > value_width ? width : value_width;
@@ -235,6 +222,12 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
         memset(to + c->width, 0, (width - c->width) * sizeof *to);
     }
     for (int64_t u = 0; u < used; u++) {
+        /* The next keys, and the values that stage 4 is going to need. */
+        const int64_t next = u + 1 < used ? u + 1 : u;
+        fetch((const bf16 *)(key + unit_of[next] * UNIT * key_stride), key_stride / 2,
+              c->slots - unit_of[next] * UNIT, c->width * size / 2);
+        fetch((const bf16 *)(value + unit_of[u] * UNIT * value_stride), value_stride / 2,
+              c->slots - unit_of[u] * UNIT, c->value_width * size / 2);
         for (int half = 0; half < 2; half++) {
             const int64_t slot = unit_of[u] * UNIT + half * LANES;
             load_keys(unit + half * LANES, key + slot * key_stride, key_stride, c->slots - slot,
@@ -287,7 +280,7 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
 int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads) {
     int64_t parts = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
     while (pairs * parts < 2 * threads && queries / (parts + 1) >= MIN_QUERIES) parts++;
-    return ((queries + parts - 1) / parts + TILE - 1) / TILE * TILE;
+    return ((queries + parts - 1) / parts + LANES - 1) / LANES * LANES;
 }
 
 void mars_attention(const struct call *c, char *out, const char *query, const char *key,

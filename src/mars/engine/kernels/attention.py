@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from mars.engine.kernels.compiler import load_kernels
+from mars.engine.kernels.linear import TILES, linear_path
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -16,6 +17,7 @@ class _Call(ctypes.Structure):
         ("sizes", ctypes.c_int64 * 7),
         ("strides", ctypes.c_int64 * 11),
         ("is_bf16", ctypes.c_int64),
+        ("has_tiles", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
@@ -58,6 +60,7 @@ def cpu_attention(
         (rows, heads, kv_heads, columns, slots, width, value_width),
         (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask.stride()[::2]),
         query.dtype == torch.bfloat16,
+        query.dtype == torch.bfloat16 and linear_path() == TILES,
         torch.get_num_threads(),
         width**-0.5 if scale is None else scale,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mars.default_model import cache_folder
 
-_NAMES = ("attention.c", "linear.c", "decoder.c")
+_NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c")
 _HEADER = Path(__file__).with_name("kernels.h")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")

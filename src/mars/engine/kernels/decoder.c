@@ -151,24 +151,31 @@ static void add(bf16 *y, const bf16 *x, int64_t count) {
 
 static int64_t num_blocks(const struct layer *l) { return round_up(l->outputs, BLOCK) / BLOCK; }
 
+/* A x for the masks among some columns: what B is going to be applied to. Real columns have zeros. */
+static void lora_inner(const struct linear *l, const bf16 *x, int64_t stride, bf16 *inner,
+                       int64_t num_real, int64_t begin, int64_t end) {
+    const int64_t first = begin > num_real ? begin : num_real;
+    if (!l->lora_a || first >= end) return;
+    const int64_t width = round_up(l->lora_a->outputs, BLOCK);
+    linear_blocks(l->lora_a, NULL, x + first * stride, stride, inner + first * width, width,
+                  end - first, 0, width / BLOCK);
+}
+
 /* Some blocks of a linear layer with its LoRA, for all columns. */
-static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y, int64_t columns,
-                  int64_t num_real, int64_t block, int64_t end, bf16 *scratch) {
-    if (block >= end) return;
-    const int64_t outputs = l->main->outputs, masks = columns - num_real;
-    linear_blocks(l->main, x, stride, y, columns, block, end);
-    if (!l->lora_a || !masks) return;
-    bf16 *inner = scratch, *delta = scratch + masks * l->lora_a->outputs;
-    linear_blocks(l->lora_a, x + num_real * stride, stride, inner, masks, 0, num_blocks(l->lora_a));
-    linear_blocks(l->lora_b, inner, l->lora_a->outputs, delta, masks, block, end);
-    const int64_t from = block * BLOCK, to = end * BLOCK < outputs ? end * BLOCK : outputs;
-    for (int64_t m = 0; m < masks; m++)
-        add(y + (num_real + m) * outputs + from, delta + m * outputs + from, to - from);
+static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride,
+                  int64_t columns, const bf16 *inner, int64_t block, int64_t end) {
+    if (!l->lora_b || !inner) {
+        linear_blocks(l->main, NULL, x, stride, y, y_stride, columns, block, end);
+        return;
+    }
+    const struct extra lora = {l->lora_b, inner, round_up(l->lora_b->inputs, BLOCK)};
+    linear_blocks(l->main, &lora, x, stride, y, y_stride, columns, block, end);
 }
 
 /* What lies between the threads of a call. */
 struct shared {
     bf16 *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
+    bf16 *inner[NUM_LINEARS]; /* of LoRA: N x its rank, filled up; NULL without masks */
     uint8_t *visible;   /* N x visible_stride */
     int64_t *columns;   /* of every row, one row after another */
     int64_t visible_stride, num_real;
@@ -242,7 +249,7 @@ static void attend_share(const struct decoder *m, const struct step *s, const st
             .width = width, .value_width = width,
             .query_strides = {0, width, m->heads * width}, .key_strides = {0, cached, width},
             .value_strides = {0, cached, width}, .mask_strides = {0, h->visible_stride},
-            .is_bf16 = 1, .threads = 1, .scale = m->scale,
+            .is_bf16 = 1, .has_tiles = m->head->path == 2, .threads = 1, .scale = m->scale,
         };
         const int64_t from = (s->first_row + r) * m->kv_heads * cached;
         for (int64_t g = 0; g < m->kv_heads; g++)
@@ -258,26 +265,41 @@ static void attend_share(const struct decoder *m, const struct step *s, const st
 
 /* x += layer(input), a share of the outputs. */
 static void add_layer(const struct decoder *m, const struct step *s, const struct shared *h,
-                      const struct linear *l, const bf16 *input, int64_t stride, int64_t thread,
-                      int64_t threads, bf16 *scratch) {
+                      const struct block *b, int which, const bf16 *input, int64_t stride,
+                      int64_t thread, int64_t threads) {
+    const struct linear *l = b->linears + which;
+    if (h->inner[which]) {
+        SHARE(s->columns, head, tail);
+        lora_inner(l, input, stride, h->inner[which], h->num_real, head, tail);
+        WAIT
+    }
     SHARE(num_blocks(l->main), begin, end);
-    apply(l, input, stride, h->output, s->columns, h->num_real, begin, end, scratch);
+    apply(l, input, stride, h->output, m->width, s->columns, h->inner[which], begin, end);
     const int64_t from = begin * BLOCK, to = end * BLOCK < m->width ? end * BLOCK : m->width;
     for (int64_t n = 0; n < s->columns && from < to; n++)
         add(h->x + n * m->width + from, h->output + n * m->width + from, to - from);
 }
 
+/* The input of some layers: x, normalised, and what their LoRA makes of it; for some columns. */
+static void prepare(const struct decoder *m, const struct shared *h, const struct block *b,
+                    const bf16 *norm, int which, int last, int64_t begin, int64_t end) {
+    const int64_t stride = spaced(m->width);
+    for (int64_t n = begin; n < end; n++)
+        normalise(h->normed + n * stride, h->x + n * m->width, norm, m->width, m->epsilon);
+    for (; which <= last; which++)
+        if (h->inner[which])
+            lora_inner(b->linears + which, h->normed, stride, h->inner[which], h->num_real, begin,
+                       end);
+}
+
 static void run_block(const struct decoder *m, const struct step *s, const struct shared *h,
-                      const int64_t *row_of, int64_t layer, int64_t thread, int64_t threads,
-                      bf16 *scratch) {
+                      const int64_t *row_of, int64_t layer, int64_t thread, int64_t threads) {
     const struct block *b = m->blocks + layer;
     const struct linear *l = b->linears;
-    const int64_t columns = s->columns, stride = spaced(m->width);
+    const int64_t columns = s->columns, stride = spaced(m->width), inner = spaced(m->inner);
     SHARE(columns, begin, end);
     /* 1. Attention. */
-    for (int64_t n = begin; n < end; n++)
-        normalise(h->normed + n * stride, h->x + n * m->width, b->attention_norm, m->width,
-                  m->epsilon);
+    prepare(m, h, b, b->attention_norm, QUERY, VALUE, begin, end);
     WAIT
     bf16 *outputs[] = {h->query, h->key, h->value};
     int64_t total = 0, before = 0;
@@ -285,8 +307,8 @@ static void run_block(const struct decoder *m, const struct step *s, const struc
     SHARE(total, first, last);
     for (int i = QUERY; i <= VALUE; i++) {
         const int64_t num = num_blocks(l[i].main), from = first - before, to = last - before;
-        apply(l + i, h->normed, stride, outputs[i], columns, h->num_real, from < 0 ? 0 : from,
-              to < num ? to : num, scratch);
+        apply(l + i, h->normed, stride, outputs[i], l[i].main->outputs, columns, h->inner[i],
+              from < 0 ? 0 : from, to < num ? to : num);
         before += num;
     }
     WAIT
@@ -294,34 +316,31 @@ static void run_block(const struct decoder *m, const struct step *s, const struc
     WAIT
     attend_share(m, s, h, layer, thread, threads);
     WAIT
-    add_layer(m, s, h, l + ATTENTION_OUTPUT, h->attended, m->heads * m->head_width, thread, threads,
-              scratch);
+    add_layer(m, s, h, b, ATTENTION_OUTPUT, h->attended, m->heads * m->head_width, thread, threads);
     WAIT
     /* 2. Feed forward. */
-    for (int64_t n = begin; n < end; n++)
-        normalise(h->normed + n * stride, h->x + n * m->width, b->mlp_norm, m->width, m->epsilon);
+    prepare(m, h, b, b->mlp_norm, GATE, UP, begin, end);
     WAIT
     SHARE(num_blocks(l[GATE].main), head, tail);
-    apply(l + GATE, h->normed, stride, h->gate, columns, h->num_real, head, tail, scratch);
-    apply(l + UP, h->normed, stride, h->up, columns, h->num_real, head, tail, scratch);
+    apply(l + GATE, h->normed, stride, h->gate, inner, columns, h->inner[GATE], head, tail);
+    apply(l + UP, h->normed, stride, h->up, inner, columns, h->inner[UP], head, tail);
     for (int64_t n = 0; n < columns; n++)
-        gate(h->gate + n * m->inner + head * BLOCK, h->up + n * m->inner + head * BLOCK,
+        gate(h->gate + n * inner + head * BLOCK, h->up + n * inner + head * BLOCK,
              (tail - head) * BLOCK);
     WAIT
-    add_layer(m, s, h, l + DOWN, h->gate, m->inner, thread, threads, scratch);
+    add_layer(m, s, h, b, DOWN, h->gate, inner, thread, threads);
     WAIT
 }
 
-/* Scratch of one thread for LoRA: its inner numbers, and what it adds. */
-static int64_t lora_scratch(const struct decoder *m, int64_t masks) {
+/* The filled-up rank of LoRA; 0: no masks, or no layer has it. */
+static int64_t lora_rank(const struct decoder *m, int64_t masks) {
     int64_t most = 0;
-    for (int64_t i = 0; i < m->num_blocks; i++)
+    for (int64_t i = 0; i < m->num_blocks && masks; i++)
         for (int j = 0; j < NUM_LINEARS; j++) {
-            const struct linear *l = m->blocks[i].linears + j;
-            const int64_t size = l->lora_a ? l->lora_a->outputs + l->main->outputs : 0;
-            most = size > most ? size : most;
+            const struct layer *a = m->blocks[i].linears[j].lora_a;
+            if (a && a->outputs > most) most = a->outputs;
         }
-    return round_up(masks * most, BLOCK) + BLOCK;
+    return round_up(most, BLOCK);
 }
 
 int64_t mars_decoder(const struct decoder *m, const struct step *s) {
@@ -335,11 +354,11 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     }
     h.visible_stride = round_up(slots, 64);
     const int64_t kv = m->kv_heads * m->head_width, queries = m->heads * m->head_width;
-    const int64_t lora = lora_scratch(m, columns - num_real);
+    const int64_t rank = lora_rank(m, columns - num_real), wide = spaced(m->inner);
     const int64_t sizes[] = {
         columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
-        columns * queries, columns * m->inner, columns * m->inner, columns * m->width,
-        columns * h.visible_stride / 2, columns * 4, columns * 4, lora * s->threads,
+        columns * queries, columns * wide, columns * wide, columns * m->width,
+        columns * h.visible_stride / 2, columns * 4, columns * 4, NUM_LINEARS * columns * rank,
     };
     enum { PARTS = sizeof sizes / sizeof *sizes };
     bf16 *parts[PARTS];
@@ -354,6 +373,8 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     h.visible = (uint8_t *)parts[9];
     h.columns = (int64_t *)parts[10];
     int64_t *row_of = (int64_t *)parts[11];
+    memset(parts[12], 0, NUM_LINEARS * columns * rank * sizeof *memory);
+    for (int i = 0; i < NUM_LINEARS && rank; i++) h.inner[i] = parts[12] + i * columns * rank;
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h.columns[i++] = n;
@@ -368,12 +389,11 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
 #ifdef _OPENMP
         thread = omp_get_thread_num(), threads = omp_get_num_threads();
 #endif
-        bf16 *scratch = parts[PARTS - 1] + thread * lora;
         SHARE(columns, begin, end);
         embed(m, s, &h, begin, end);
         WAIT
         for (int64_t layer = 0; layer < m->num_blocks; layer++)
-            run_block(m, s, &h, row_of, layer, thread, threads, scratch);
+            run_block(m, s, &h, row_of, layer, thread, threads);
         /* 4. Logits. */
         SHARE(s->outputs, top, bottom);
         for (int64_t i = top; i < bottom; i++)
@@ -381,7 +401,8 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
                       m->width, m->epsilon);
         WAIT
         SHARE(num_blocks(m->head), first, last);
-        linear_blocks(m->head, s->hidden, m->width, s->logits, s->outputs, first, last);
+        linear_blocks(m->head, NULL, s->hidden, m->width, s->logits, m->head->outputs, s->outputs, first,
+                      last);
     }
     free(memory);
     return 0;

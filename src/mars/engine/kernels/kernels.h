@@ -8,9 +8,20 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#define HAS_VECTORS 1
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES 1
+#endif
+#endif
+
 enum { LANES = 16 };
 
 typedef uint16_t bf16;
+
+static inline int64_t round_up(int64_t number, int64_t unit) {
+    return (number + unit - 1) / unit * unit;
+}
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
@@ -76,11 +87,37 @@ INLINE uvec round16(vec x) {
     return (uvec)choose(x == x, (vec)rounded, (vec)(bits | 0x400000u)) & 0xffff0000u;
 }
 
+#define SWAP(step, low, high) \
+    for (int i = 0; i < LANES; i++) \
+        if (!(i & step)) { \
+            const uvec a = x[i], b = x[i + step]; \
+            x[i] = SHUFFLE(a, b, low); \
+            x[i + step] = SHUFFLE(a, b, high); \
+        }
+#define LIST(...) __VA_ARGS__
+
+INLINE void transpose(uvec x[LANES]) {
+    SWAP(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+         LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    SWAP(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+         LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+    SWAP(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+         LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+    SWAP(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+         LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+}
+
+/* Ask for up to 32 rows early; sizes in numbers of two bytes. */
+INLINE void fetch(const bf16 *p, int64_t stride, int64_t rows, int64_t width) {
+    for (int64_t k = 0; k < 32 && k < rows; k++)
+        for (int64_t i = 0; i < width; i += 32) __builtin_prefetch(p + k * stride + i);
+}
+
 /* Attention: one call for a whole tensor, or for one row of several that differ in length. */
 struct call {
     int64_t rows, heads, kv_heads, columns, slots, width, value_width;
     int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2]; /* elements */
-    int64_t is_bf16, threads;
+    int64_t is_bf16, has_tiles, threads;
     float scale;
 };
 
@@ -89,6 +126,14 @@ struct call {
 void attend(const struct call *c, char *out, const char *query, const char *key, const char *value,
             const uint8_t *mask, const int64_t *columns, int64_t row, int64_t kv_head, int64_t first,
             int64_t num);
+
+#ifdef HAS_TILES
+/* The same for one row and key-value head, where matrix tiles serve. */
+void attend_tiles(const struct call *c, bf16 *out, const bf16 *query, const bf16 *key,
+                  const bf16 *value, const uint8_t *mask, const int64_t *columns, int64_t first,
+                  int64_t num);
+int tiles_fit(const struct call *c);
+#endif
 
 /* How many queries of a key-value head a call of `attend` should take, so that all threads work. */
 int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads);
@@ -102,13 +147,17 @@ struct layer {
 
 enum { BLOCK = 32 }; /* outputs of a block; numbers of outputs and inputs are filled up to blocks */
 
-static inline int64_t round_up(int64_t number, int64_t unit) {
-    return (number + unit - 1) / unit * unit;
-}
+/* What a layer adds to the sums of another one before they are rounded: as many rows, its own inputs.
+   Rows of zeros change nothing. */
+struct extra {
+    const struct layer *layer;
+    const bf16 *x; /* rows of round_up(inputs, BLOCK) numbers, zeros behind the inputs */
+    int64_t stride;
+};
 
-/* Apply a layer to M rows, `stride` apart, for some blocks of its outputs, in the thread that calls.
-   An output has the bits that it has in every other division into calls. */
-void linear_blocks(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
-                   int64_t block, int64_t end);
+/* Apply a layer to M rows for some blocks of its outputs, in the thread that calls; strides are in
+   numbers between rows. An output has the bits that it has in every other division into calls. */
+void linear_blocks(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
+                   bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end);
 
 #endif

@@ -17,13 +17,9 @@
 
 #include "kernels.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
-#define HAS_VECTORS 1
-#if defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_TILES 1
+#ifdef HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 #endif
 #ifdef __linux__
 #include <sys/mman.h>
@@ -110,7 +106,9 @@ static inline void store_row(const struct layer *l, bf16 *y, int64_t block, __m5
 
 /* One block for `num` rows. A pair of inputs is one 32-bit word; an odd last input has zero beside. */
 static inline __attribute__((always_inline)) void
-vector_tile(int num, const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t block) {
+vector_tile(int num, const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
+            bf16 *y, int64_t y_stride, int64_t row, int64_t block) {
+    x += row * stride, y += row * y_stride;
     const bf16 *w = l->weight + block * BLOCK * round_up(l->inputs, BLOCK);
     __m512 sum[12][2];
     for (int r = 0; r < num; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -127,19 +125,23 @@ vector_tile(int num, const struct layer *l, const bf16 *x, int64_t stride, bf16 
         STEP(*(const int32_t *)(x + r * stride + k))
     }
     if (k < l->inputs) STEP(x[r * stride + k])
-    for (int r = 0; r < num; r++) store_row(l, y + r * l->outputs, block, sum[r][0], sum[r][1]);
+    if (e) {
+        const int64_t padded = round_up(e->layer->inputs, BLOCK);
+        w = e->layer->weight + block * BLOCK * padded;
+        for (k = 0; k < padded; k += 2, w += 2 * LINE)
+            STEP(*(const int32_t *)(e->x + (row + r) * e->stride + k))
+    }
+    for (int r = 0; r < num; r++) store_row(l, y + r * y_stride, block, sum[r][0], sum[r][1]);
 }
 
-static void run_vectors(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
-                        int64_t block, int64_t end) {
+static void run_vectors(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
+                        bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end) {
     const int64_t tiles = (rows + 11) / 12;
     for (; block < end; block++)
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t first = rows * i / tiles;
-            const bf16 *from = x + first * stride;
-            bf16 *to = y + first * l->outputs;
             switch (rows * (i + 1) / tiles - first) {
-#define CASE(n) case n: vector_tile(n, l, from, stride, to, block); break;
+#define CASE(n) case n: vector_tile(n, l, e, x, stride, y, y_stride, first, block); break;
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
                 CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
             }
@@ -169,8 +171,9 @@ static void configure(int64_t rows) {
 
 /* One block for the rows of one tile, or of two (first and second may overlap: same bits). */
 static inline __attribute__((always_inline)) void
-tile_block(int two, int fetch, const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t block,
-           int64_t first, int64_t second, int64_t num) {
+tile_block(int two, int fetch, const struct layer *l, const struct extra *e, const bf16 *x,
+           int64_t stride, bf16 *y, int64_t y_stride, int64_t block, int64_t first, int64_t second,
+           int64_t num) {
     const int64_t padded = round_up(l->inputs, BLOCK);
     const bf16 *w = l->weight + block * BLOCK * padded;
     const bf16 *x0 = x + first * stride, *x1 = x + second * stride;
@@ -192,6 +195,20 @@ tile_block(int two, int fetch, const struct layer *l, const bf16 *x, int64_t str
         if (two) _tile_dpbf16ps(2, 5, 6);
         if (two) _tile_dpbf16ps(3, 5, 7);
     }
+    if (e) {
+        const int64_t depth = round_up(e->layer->inputs, BLOCK);
+        w = e->layer->weight + block * BLOCK * depth;
+        for (int64_t k = 0; k < depth; k += BLOCK, w += BLOCK * BLOCK) {
+            _tile_loadd(4, e->x + first * e->stride + k, e->stride * sizeof *x);
+            _tile_loadd(6, w, 2 * LINE * sizeof *w);
+            _tile_loadd(7, w + LINE, 2 * LINE * sizeof *w);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (two) _tile_loadd(5, e->x + second * e->stride + k, e->stride * sizeof *x);
+            if (two) _tile_dpbf16ps(2, 5, 6);
+            if (two) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
     _tile_stored(0, sum[0], sizeof sum[0][0]);
     _tile_stored(1, sum[0][0] + TILE, sizeof sum[0][0]);
     if (two) _tile_stored(2, sum[1], sizeof sum[0][0]);
@@ -200,7 +217,7 @@ tile_block(int two, int fetch, const struct layer *l, const bf16 *x, int64_t str
     for (int i = 0; i < 1 + two; i++)
         for (int64_t r = 0; r < num; r++) {
             const float *row = sum[i][r];
-            store_row(l, y + ((i ? second : first) + r) * l->outputs, block, _mm512_load_ps(row),
+            store_row(l, y + ((i ? second : first) + r) * y_stride, block, _mm512_load_ps(row),
                       _mm512_load_ps(row + TILE));
         }
 }
@@ -217,8 +234,8 @@ static bf16 *copy_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t inpu
     return copy;
 }
 
-static void run_tiles(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
-                      int64_t block, int64_t end) {
+static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
+                      bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end) {
     const int64_t num = rows < TILE ? rows : TILE;
     const int64_t padded = round_up(l->inputs, BLOCK);
     const int64_t new_stride = padded % 512 ? padded : padded + LINE;
@@ -241,16 +258,21 @@ static void run_tiles(const struct layer *l, const bf16 *x, int64_t stride, bf16
             from = copy = copy_rows(from, stride, size, l->inputs, new_stride);
             step = new_stride;
         }
-        bf16 *to = y + start * l->outputs;
+        bf16 *to = y + start * y_stride;
+        struct extra shifted = {0};
+        if (e) shifted = *e, shifted.x += start * e->stride;
+        const struct extra *f = e ? &shifted : NULL;
         for (int64_t b = block; b < end; b += group)
             for (int64_t i = 0; i < size; i += 2 * TILE) {
                 const int64_t last = size - num, second = i + TILE < last ? i + TILE : last;
                 const int64_t only = i < last ? i : last;
                 for (int64_t c = b; c < b + group && c < end; c++) {
-                    if (size - i > TILE && i) tile_block(1, 0, l, from, step, to, c, i, second, num);
-                    else if (size - i > TILE) tile_block(1, 1, l, from, step, to, c, i, second, num);
-                    else if (i) tile_block(0, 0, l, from, step, to, c, only, 0, num);
-                    else tile_block(0, 1, l, from, step, to, c, only, 0, num);
+#define TILES_OF(two, fetch, first, second) \
+    tile_block(two, fetch, l, f, from, step, to, y_stride, c, first, second, num)
+                    if (size - i > TILE && i) TILES_OF(1, 0, i, second);
+                    else if (size - i > TILE) TILES_OF(1, 1, i, second);
+                    else if (i) TILES_OF(0, 0, only, 0);
+                    else TILES_OF(0, 1, only, 0);
                 }
             }
         free(copy);
@@ -273,19 +295,19 @@ static int64_t parts_of_rows(int64_t threads, int64_t blocks, int64_t rows) {
 }
 #endif
 
-void linear_blocks(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
-                   int64_t block, int64_t end) {
+void linear_blocks(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
+                   bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end) {
     if (!rows || block >= end) return;
 #ifdef HAS_TILES
     if (l->path == TILES) {
-        run_tiles(l, x, stride, y, rows, block, end);
+        run_tiles(l, e, x, stride, y, y_stride, rows, block, end);
         return;
     }
 #endif
 #ifdef HAS_VECTORS
-    run_vectors(l, x, stride, y, rows, block, end);
+    run_vectors(l, e, x, stride, y, y_stride, rows, block, end);
 #else
-    (void)l, (void)x, (void)stride, (void)y;
+    (void)l, (void)e, (void)x, (void)stride, (void)y, (void)y_stride;
 #endif
 }
 
@@ -303,7 +325,7 @@ void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, 
         const int64_t i = task / parts, j = task % parts;
         const int64_t first = units * i / row_parts * 32, end = units * (i + 1) / row_parts * 32;
         const int64_t num = (end < rows ? end : rows) - first;
-        linear_blocks(l, x + first * stride, stride, y + first * l->outputs, num,
+        linear_blocks(l, NULL, x + first * stride, stride, y + first * l->outputs, l->outputs, num,
                       blocks * j / parts, blocks * (j + 1) / parts);
     }
 #else

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mars.engine.kernels.compiler import load_kernels
 
+TILES = 2  # of `linear_path`: AMX
 _BLOCK = 32  # outputs and inputs are filled up to multiples of it
 _LARGE_PAGE = 1 << 21
 _VECTORS_ONLY = "avx512"  # value of MARS_KERNELS: leave the tiles (AMX) alone
@@ -123,6 +124,13 @@ def packed_layer(layer: nn.Linear) -> int:
     return _packed[layer].structure
 
 
+def want_large_pages(memory: Tensor) -> None:
+    """Ask for large pages for a tensor that nobody has touched yet, where that is possible."""
+    kernels = load_kernels()
+    if kernels is not None and memory.device.type == "cpu":
+        kernels.mars_linear_advise(memory.data_ptr(), memory.nbytes)
+
+
 def linear_path() -> int:
     """Return which instructions the kernel uses: 2 AMX, 1 AVX-512 BF16, 0 none: there is no kernel.
 
@@ -214,7 +222,7 @@ def _pack(layers: list[nn.Linear], path: int) -> None:
     memory = torch.empty(2 * sum(sizes) + 2 * _LARGE_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % _LARGE_PAGE
     memory = memory[start : start + 2 * sum(sizes)].view(torch.bfloat16)
-    _kernels().mars_linear_advise(memory.data_ptr(), 2 * len(memory))
+    want_large_pages(memory)
     for layer, stretch in zip(layers, memory.split(sizes), strict=True):
         _packed[layer] = _Packed(layer, stretch, path)
 
