@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mars.checkpoint import Checkpoint
 from mars.counter import uniform
-from mars.decoding import scheduler
+from mars.decoding import greedy
 from mars.decoding.decision import Decision
 from mars.decoding.drafts import Draft
 from mars.decoding.generate import generate, prepare, stream
@@ -24,7 +24,7 @@ from mars.decoding.options import DecodingOptions
 from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request, Result
 from mars.decoding.step import StepParams, decide
-from mars.engine.runner import Runner
+from mars.engine.runner import Outputs, Runner
 from mars.gated import mask_columns
 from tests.conftest import FAMILIES
 from tests.decoding import strategies
@@ -164,9 +164,11 @@ def test_draft_head_sees_the_token_before_each_draft(headed_drafter: Checkpoint)
         runner = Runner(model, num_rows=1, max_positions=64)
         runner.add_row()
         plan = RowPlan(groups=(0,), window=4)
-        real, masks = runner.forward(0, [row.tokens], [plan])
+        outputs = runner.run(0, [row.tokens], [plan])
+        assert isinstance(outputs, Outputs)
+        real, masks, correction = outputs
         params = StepParams.of([row.request], real.shape[-1], real.device)
-        (decision,) = decide(real, masks, [row], [plan], params, [], None, runner.correction)
+        (decision,) = decide(real, masks, [row], [plan], params, [], None, correction)
         length = len(prompt)
         with torch.no_grad(), mask_columns(model, length, torch.arange(4)[None]):
             ids = torch.tensor([[*prompt, 0, 0, 0, 0]])
@@ -269,7 +271,7 @@ def test_exact_equals_transformers(
 
 def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what masks predict by what is true, spoilt with probability 1/4 at every token."""
-    decide = scheduler.decide
+    decide = greedy.decide
 
     def spoilt(real: Any, masks: Any, rows: Any, plans: Any, *rest: Any) -> list[Decision]:
         decisions = decide(real, masks, rows, plans, *rest)
@@ -285,7 +287,7 @@ def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.Mo
             replaced.append(dataclasses.replace(decision, drafts=drafts if has_group else []))
         return replaced
 
-    monkeypatch.setattr(scheduler, "decide", spoilt)
+    monkeypatch.setattr(greedy, "decide", spoilt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -400,8 +402,8 @@ def test_one_transfer_to_the_host_per_step(
     drafter: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, transfers = [], []
-    decide, to_host = scheduler.decide, torch.Tensor.cpu
-    monkeypatch.setattr(scheduler, "decide", lambda *a: steps.append(1) or decide(*a))
+    decide, to_host = greedy.decide, torch.Tensor.cpu
+    monkeypatch.setattr(greedy, "decide", lambda *a: steps.append(1) or decide(*a))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(1) or to_host(t))
     generate(drafter, [45, 46, 47], max_new_tokens=20, ignore_eos=True, temperature=1.0)
     assert len(steps) == len(transfers) > 3

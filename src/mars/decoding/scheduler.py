@@ -17,11 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
+from mars.decoding.greedy import decide_outputs
 from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request
 from mars.decoding.row import Event, GuardedHook, Row
 from mars.decoding.sampling import History
-from mars.decoding.step import StepParams, decide
+from mars.decoding.step import StepParams
 from mars.decoding.stop import FinishReason
 from mars.engine.runner import Runner
 
@@ -205,19 +206,19 @@ class Scheduler:
             self._rows[number].progress.tokens[:end]
             for number, end in zip(numbers, ends, strict=True)
         ]
-        self._runner.forward(first, chunks, [RowPlan()] * count)
+        self._runner.run(first, chunks, [RowPlan()] * count)
 
     def _decide(self, first: int, count: int) -> list[Event]:
         """Step `count` rows from `first` on."""
         rows = self._rows[first : first + count]
         progress = [row.progress for row in rows]
         plans = [row.plan() for row in progress]
-        real, masks = self._runner.forward(first, [row.tokens for row in progress], plans)
-        params = self._params_of(rows, real)
-        histories = self._histories_of(rows, real) if params.has_penalties else []
-        decisions = decide(
-            *(real, masks, progress, plans, params, histories),
-            *(self._mask_token_id, self._runner.correction),
+        outputs = self._runner.run(first, [row.tokens for row in progress], plans)
+        params = self._params_of(rows, outputs[0])
+        histories = self._histories_of(rows, outputs[0]) if params.has_penalties else []
+        decisions = decide_outputs(
+            *(outputs, self._runner.model, progress, plans, params, histories),
+            self._mask_token_id,
         )
         self._runner.keep(first, [decision.num_accepted for decision in decisions])
         events = [self._commit(row, d) for row, d in zip(rows, decisions, strict=True)]

@@ -40,6 +40,8 @@ class StepParams:
     has_penalties: bool
     one_by_one: bool
     """Whether a column's logits depend on the tokens chosen before it."""
+    is_plain: bool
+    """Whether all rows are greedy, verify every draft, and ask for nothing else."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocabulary: int, device: torch.device) -> "StepParams":
@@ -50,6 +52,7 @@ class StepParams:
             if request.mode == "threshold":
                 metrics.setdefault(request.options.confidence, []).append(row)
         has_penalties = any(o.has_penalties for o in options)
+        has_hooks = any(request.logits_hook is not None for request in requests)
         asked = [o.logprobs for o in options if o.logprobs is not None]
         return cls(
             sampling=SamplingParams.of(options, vocabulary, device),
@@ -59,7 +62,9 @@ class StepParams:
             },
             num_logprobs=min(max(asked), vocabulary) if asked else None,
             has_penalties=has_penalties,
-            one_by_one=has_penalties or any(r.logits_hook is not None for r in requests),
+            one_by_one=has_penalties or has_hooks,
+            is_plain=not (has_penalties or has_hooks or metrics or asked)
+            and all(o.is_greedy and not o.logit_bias for o in options),
         )
 
 

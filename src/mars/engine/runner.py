@@ -4,6 +4,7 @@ Shapes: B rows of this call, C real output columns, M mask columns, V vocabulary
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +25,38 @@ _GROWTH = 1.5
 register_attention(ATTENTION, grouped_attention)
 
 
+class Outputs(NamedTuple):
+    """What a forward of B rows says; what pads rows is garbage."""
+
+    real_BCV: torch.Tensor
+    """Logits of the real columns, right-aligned: the last token and its drafts."""
+    mask_BMV: torch.Tensor
+    """Logits of the mask columns, left-aligned, group by group."""
+    correction: Correction | None
+    """What the model's draft head needs; None without head or masks."""
+
+
+class FlatOutputs(NamedTuple):
+    """The same without padding: O outputs, real ones row by row, then masks row by row; bf16."""
+
+    logits_OV: torch.Tensor
+    hidden_OD: torch.Tensor
+    """Last hidden states."""
+    num_real: list[int]
+    """Real outputs of each row."""
+    num_masks: list[int]
+
+    def padded(self, model: PreTrainedModel) -> Outputs:
+        """Turn the rows' stretches into tensors."""
+        first = sum(self.num_real)
+        real_BCV = gather_rows(self.logits_OV[:first], self.num_real, right=True)
+        mask_BMV = gather_rows(self.logits_OV[first:], self.num_masks, right=False)
+        if not mask_BMV.shape[1]:
+            return Outputs(real_BCV, mask_BMV, None)
+        hidden_BMD = gather_rows(self.hidden_OD[first:], self.num_masks, right=False)
+        return Outputs(real_BCV, mask_BMV, correction(model, hidden_BMD))
+
+
 class Runner:
     """A model and the cache of up to `num_rows` sequences, each with its own length.
 
@@ -32,7 +65,6 @@ class Runner:
     Attributes:
         cached: for each row, how many of its tokens the cache holds.
         cache: the only KV cache there is.
-        correction: what the model's draft head needs of the last forward; None without a head.
     """
 
     def __init__(
@@ -51,7 +83,6 @@ class Runner:
         """
         self.model = model
         self.cached: list[int] = []
-        self.correction: Correction | None = None
         self.cache = SlotCache(num_rows, 0)
         self._max_positions = max_positions
         self._mask = 0 if mask_token_id is None else mask_token_id
@@ -74,10 +105,18 @@ class Runner:
             self.cached[row] = self.cached[last]
         self.cached.pop()
 
-    @torch.no_grad()
     def forward(
         self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `run` does; return the logits of real columns and masks (`Outputs`)."""
+        outputs = self.run(first, tokens, plans)
+        outputs = outputs.padded(self.model) if isinstance(outputs, FlatOutputs) else outputs
+        return outputs.real_BCV, outputs.mask_BMV
+
+    @torch.no_grad()
+    def run(
+        self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
+    ) -> Outputs | FlatOutputs:
         """Run the tokens that are not cached yet, followed by drafts and masks.
 
         Afterwards the cache holds all the tokens; drafts and masks have left no trace, unless
@@ -89,8 +128,7 @@ class Runner:
             plans: drafts and masks of each row (`mars.decoding.plan`).
 
         Returns:
-            Logits of the real columns (B, C, V), right-aligned: the last token and its drafts; and
-            of the mask columns (B, M, V), left-aligned, group by group.
+            Outputs of the real columns, the last token and its drafts, and of the masks.
         """
         # 1. Long stretches (prompts) go in chunks whose logits nobody needs.
         while (longest := max(self._pending(first, tokens))) > 1:
@@ -113,7 +151,7 @@ class Runner:
 
     def _feed(
         self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Outputs | FlatOutputs:
         if self._decoder is not None:
             return self._feed_fused(self._decoder, first, tokens, plans)
         rows = slice(first, first + len(tokens))
@@ -143,8 +181,11 @@ class Runner:
                 num_logits=columns.num_outputs + num_masks,
             )
         self.cached[rows] = [len(row) for row in tokens]
-        self.correction = corrections[0] if corrections and num_masks else None
-        return logits[:, : columns.num_outputs], logits[:, columns.num_outputs :]
+        return Outputs(
+            logits[:, : columns.num_outputs],
+            logits[:, columns.num_outputs :],
+            corrections[0] if corrections and num_masks else None,
+        )
 
     def _feed_fused(
         self,
@@ -152,7 +193,7 @@ class Runner:
         first: int,
         tokens: Sequence[list[int]],
         plans: Sequence[RowPlan],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> FlatOutputs:
         rows = slice(first, first + len(tokens))
         columns = lay_out_flat(
             tokens,
@@ -165,16 +206,12 @@ class Runner:
         self.cache.allocate(decoder.num_layers, decoder.kv_heads, decoder.head_width, decoder.dtype)
         hidden, logits = decoder.forward(columns, first, self.cache)
         self.cached[rows] = [len(row) for row in tokens]
-        num_real = len(logits) - len(columns.offset)
-        num_drafts = [1 + len(plan.drafts) for plan in plans]
-        num_masks = [plan.num_masks for plan in plans]
-        real_BCV = gather_rows(logits[:num_real], num_drafts, right=True)
-        mask_BMV = gather_rows(logits[num_real:], num_masks, right=False)
-        self.correction = None
-        if columns.offset:
-            hidden_BMD = gather_rows(hidden[num_real:], num_masks, right=False)
-            self.correction = correction(self.model, hidden_BMD)
-        return real_BCV, mask_BMV
+        return FlatOutputs(
+            logits,
+            hidden,
+            [1 + len(plan.drafts) for plan in plans],
+            [plan.num_masks for plan in plans],
+        )
 
     def _reserve(self, num_slots: int) -> None:
         if num_slots > self.cache.num_slots:

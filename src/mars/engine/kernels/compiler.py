@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mars.default_model import cache_folder
 
-_NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c")
+_NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c")
 _HEADER = Path(__file__).with_name("kernels.h")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
@@ -27,6 +27,7 @@ _SIGNATURES = {
     "mars_linear_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 4),
     "mars_linear_is_packed": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 3),
     "mars_linear_advise": (None, _POINTER, _INTEGER),
+    "mars_decide": (_INTEGER, _POINTER),
     "mars_decoder": (_INTEGER, _POINTER, _POINTER),
     "mars_linear_path": (_INTEGER, _INTEGER),
 }

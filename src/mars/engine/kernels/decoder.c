@@ -58,20 +58,6 @@ static int64_t spaced(int64_t width) {
     return stride % 512 ? stride : stride + BLOCK;
 }
 
-INLINE float widen(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &bits, sizeof y);
-    return y;
-}
-
-INLINE bf16 narrow(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if (x != x) return (bits >> 16) | 0x40;
-    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-}
-
 /* 32 numbers as fp32: the even ones, then the odd ones. */
 INLINE uvec load32(const bf16 *p) { return *(const anywhere *)p; }
 INLINE void store32(bf16 *p, vec even, vec odd) {

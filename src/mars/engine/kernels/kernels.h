@@ -4,6 +4,7 @@
 #define MARS_KERNELS_H
 
 #include <stdint.h>
+#include <string.h>
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -85,6 +86,21 @@ INLINE vec high(uvec pairs) { return (vec)(pairs & 0xffff0000u); }
 INLINE uvec round16(vec x) {
     const uvec bits = (uvec)x, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     return (uvec)choose(x == x, (vec)rounded, (vec)(bits | 0x400000u)) & 0xffff0000u;
+}
+
+/* One number of bf16 as fp32, and back. */
+INLINE float widen(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+INLINE bf16 narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (bits >> 16) | 0x40;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
 #define SWAP(step, low, high) \

@@ -1,0 +1,231 @@
+/* What one step says, for rows that are greedy and ask for nothing else: verify drafts, then read the
+   masks that stand behind the last right one. What `mars.decoding.step.decide` does for them.
+
+   O outputs: of every row its last token and its drafts, row by row, then the masks, row by row.
+   V vocabulary, D width, H width of the draft head, W masks per group. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+enum { CANDIDATES = 32 }; /* among which the draft head chooses */
+enum { STRETCH = 128 };   /* of logits, with a maximum of its own */
+
+struct head {
+    const float *from_hidden, *bias, *from_token, *output; /* H x D, H, H x D, D x H */
+    const bf16 *embedding, *logit;                         /* V x D */
+    int64_t inner;
+};
+
+struct decision {
+    const struct head *head; /* or NULL */
+    bf16 *logits;            /* O x V; overwritten at `forbidden` */
+    const bf16 *hidden;      /* O x D */
+    const int64_t *real_start, *mask_start;   /* rows + 1, into the outputs */
+    const int64_t *drafts;                    /* of all rows */
+    const int64_t *groups, *group_start, *window; /* accept lengths of all rows; rows + 1; rows */
+    int64_t *choice, *accepted, *num_masks, *draft; /* real outputs; rows; rows; rows x most */
+    float *probability;                           /* rows x most */
+    int64_t rows, vocabulary, width, forbidden, most, threads;
+};
+
+/* Maximum of some numbers, NaN aside. */
+static float maximum(const bf16 *x, int64_t count) {
+    vec top = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const uvec pairs = *(const anywhere *)(x + i);
+        const vec a = low(pairs), b = high(pairs);
+        top = choose(a > top, a, top);
+        top = choose(b > top, b, top);
+    }
+    float most = -INFINITY;
+    for (int k = 0; k < LANES; k++) most = top[k] > most ? top[k] : most;
+    for (; i < count; i++) most = widen(x[i]) > most ? widen(x[i]) : most;
+    return most;
+}
+
+/* The first of the largest numbers. */
+static int64_t argmax(const bf16 *x, int64_t count) {
+    float most = -INFINITY;
+    int64_t best = 0;
+    for (int64_t start = 0; start < count; start += STRETCH) {
+        const int64_t size = count - start < STRETCH ? count - start : STRETCH;
+        const float here = maximum(x + start, size);
+        if (here > most) most = here, best = start;
+    }
+    for (int64_t i = best; i < count && i < best + STRETCH; i++)
+        if (widen(x[i]) == most) return i;
+    return best;
+}
+
+/* 1 / sum of exp(x - top): the probability of the likeliest. */
+static float certainty(const bf16 *x, int64_t count, float top) {
+    vec sum = {0};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const uvec pairs = *(const anywhere *)(x + i);
+        sum += exp16(low(pairs) - top);
+        sum += exp16(high(pairs) - top);
+    }
+    float total = 0;
+    for (int k = 0; k < LANES; k++) total += sum[k];
+    for (; i < count; i++) total += expf(widen(x[i]) - top);
+    return 1.0f / total;
+}
+
+struct candidate {
+    float value;
+    int64_t id;
+};
+
+/* Put a candidate among the largest, which fall; of equals the first comes first. */
+static int64_t insert(struct candidate *best, int64_t found, float value, int64_t id) {
+    if (found == CANDIDATES && value <= best[found - 1].value) return found;
+    int64_t at = found < CANDIDATES ? found : found - 1;
+    for (; at > 0 && best[at - 1].value < value; at--) best[at] = best[at - 1];
+    best[at] = (struct candidate){value, id};
+    return found < CANDIDATES ? found + 1 : found;
+}
+
+/* The largest numbers. A stretch whose maximum is below the smallest of those found so far holds
+   none; the stretches with the largest maxima are looked at first. */
+static int64_t largest(struct candidate *best, const bf16 *x, int64_t count) {
+    struct candidate first[CANDIDATES];
+    const int64_t stretches = (count + STRETCH - 1) / STRETCH;
+    float *top = malloc(stretches * sizeof *top);
+    if (!top) abort();
+    int64_t tops = 0, found = 0;
+    for (int64_t s = 0; s < stretches; s++) {
+        const int64_t size = count - s * STRETCH < STRETCH ? count - s * STRETCH : STRETCH;
+        top[s] = maximum(x + s * STRETCH, size);
+        tops = insert(first, tops, top[s], s);
+    }
+    /* No more than CANDIDATES maxima are larger than this one, so nothing below it is among them. */
+    const float least = tops == CANDIDATES ? first[tops - 1].value : -INFINITY;
+    for (int64_t s = 0; s < stretches; s++) {
+        if (top[s] < least) continue;
+        for (int64_t i = s * STRETCH; i < count && i < (s + 1) * STRETCH; i++)
+            if (widen(x[i]) >= least) found = insert(best, found, widen(x[i]), i);
+    }
+    free(top);
+    return found;
+}
+
+static float dot(const float *a, const float *b, int64_t count) {
+    vec sum[4] = {{0}};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int k = 0; k < 4; k++)
+            sum[k] = fma16(load(a + i + k * LANES), load(b + i + k * LANES), sum[k]);
+    const vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    float total = 0;
+    for (int k = 0; k < LANES; k++) total += all[k];
+    for (; i < count; i++) total += a[i] * b[i];
+    return total;
+}
+
+static float dot_bf16(const bf16 *a, const float *b, int64_t count) {
+    float total = 0;
+    vec sum[2] = {{0}};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        /* The numbers as they stand: two halves of 16. */
+        vec halves[2];
+        for (int k = 0; k < 2; k++) {
+            uvec wide;
+            for (int j = 0; j < LANES; j++) wide[j] = a[i + k * LANES + j];
+            halves[k] = (vec)(wide << 16);
+            sum[k] = fma16(halves[k], load(b + i + k * LANES), sum[k]);
+        }
+    }
+    const vec all = sum[0] + sum[1];
+    for (int k = 0; k < LANES; k++) total += all[k];
+    for (; i < count; i++) total += widen(a[i]) * b[i];
+    return total;
+}
+
+/* x / RMS(x), as torch's rms_norm without weight: epsilon is that of fp32. */
+static void normalise(float *y, const bf16 *x, int64_t count) {
+    float sum = 0;
+    for (int64_t i = 0; i < count; i++) y[i] = widen(x[i]), sum += y[i] * y[i];
+    const float factor = 1.0f / sqrtf(sum / (float)count + 1.1920929e-07f);
+    for (int64_t i = 0; i < count; i++) y[i] *= factor;
+}
+
+/* Drafts of one row, one after the other: the head sees the token before each. */
+static void draft_in_turn(const struct decision *d, int64_t row, int64_t mask, int64_t num,
+                          int64_t previous, float *scratch) {
+    const struct head *h = d->head;
+    const int64_t width = d->width;
+    float *normed = scratch, *inner = normed + width, *corrected = inner + h->inner;
+    for (int64_t w = 0; w < num; w++) {
+        const bf16 *logits = d->logits + (mask + w) * d->vocabulary;
+        const bf16 *hidden = d->hidden + (mask + w) * width;
+        struct candidate best[CANDIDATES];
+        const int64_t found = largest(best, logits, d->vocabulary);
+        for (int64_t i = 0; i < found; i++)
+            for (int64_t k = 0; k < width; k += 32)
+                __builtin_prefetch(h->logit + best[i].id * width + k);
+        /* z' = z + W_o silu(W_z z + b + W_e e) */
+        normalise(normed, hidden, width);
+        for (int64_t i = 0; i < h->inner; i++)
+            inner[i] = h->bias[i] + dot(h->from_hidden + i * width, normed, width);
+        normalise(normed, h->embedding + previous * width, width);
+        for (int64_t i = 0; i < h->inner; i++) {
+            const float x = inner[i] + dot(h->from_token + i * width, normed, width);
+            inner[i] = x / (1.0f + expf(-x));
+        }
+        for (int64_t i = 0; i < width; i++)
+            corrected[i] = widen(hidden[i]) + dot(h->output + i * h->inner, inner, h->inner);
+        float values[CANDIDATES], top = -INFINITY, total = 0;
+        int64_t chosen = 0;
+        for (int64_t i = 0; i < found; i++) {
+            const int is_out = best[i].value == -INFINITY; /* forbidden */
+            values[i] = is_out ? -INFINITY : dot_bf16(h->logit + best[i].id * width, corrected, width);
+            if (values[i] > top) top = values[i], chosen = i;
+        }
+        for (int64_t i = 0; i < found; i++) total += expf(values[i] - top);
+        previous = d->draft[row * d->most + w] = best[chosen].id;
+        d->probability[row * d->most + w] = 1.0f / total;
+    }
+}
+
+int64_t mars_decide(const struct decision *d) {
+    const int64_t real = d->real_start[d->rows], scratch_size = d->head ? 2 * d->width + d->head->inner : 0;
+    if (d->forbidden >= 0)
+        for (int64_t o = 0; o < d->mask_start[d->rows]; o++)
+            d->logits[o * d->vocabulary + d->forbidden] = 0xff80; /* -infinity */
+#pragma omp parallel for num_threads(d->threads) if (real > 2)
+    for (int64_t o = 0; o < real; o++) d->choice[o] = argmax(d->logits + o * d->vocabulary, d->vocabulary);
+    float *scratch = malloc(d->rows * scratch_size * sizeof *scratch + 1);
+    if (!scratch) return 1;
+#pragma omp parallel for num_threads(d->threads) if (d->rows > 1)
+    for (int64_t r = 0; r < d->rows; r++) {
+        const int64_t first = d->real_start[r], num = d->real_start[r + 1] - first - 1;
+        const int64_t *drafts = d->drafts + first - r; /* one output per row has none */
+        int64_t accepted = 0, group = -1;
+        while (accepted < num && d->choice[first + accepted] == drafts[accepted]) accepted++;
+        for (int64_t g = d->group_start[r]; g < d->group_start[r + 1]; g++)
+            if (d->groups[g] == accepted) group = g - d->group_start[r];
+        d->accepted[r] = accepted;
+        d->num_masks[r] = group < 0 ? 0 : d->window[r];
+        if (group < 0) continue;
+        const int64_t mask = d->mask_start[r] + group * d->window[r];
+        if (d->head) {
+            draft_in_turn(d, r, mask, d->window[r], d->choice[first + accepted],
+                          scratch + r * scratch_size);
+            continue;
+        }
+        for (int64_t w = 0; w < d->window[r]; w++) {
+            const bf16 *logits = d->logits + (mask + w) * d->vocabulary;
+            const int64_t token = argmax(logits, d->vocabulary);
+            d->draft[r * d->most + w] = token;
+            d->probability[r * d->most + w] = certainty(logits, d->vocabulary, widen(logits[token]));
+        }
+    }
+    free(scratch);
+    return 0;
+}
