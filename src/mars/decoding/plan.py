@@ -248,8 +248,12 @@ def lay_out_flat(
     *,
     mask_token_id: int,
     max_positions: int,
+    has_outputs: bool = True,
 ) -> FlatColumns:
-    """Do what `lay_out` does, for code that needs no padding. Arguments are the same."""
+    """Do what `lay_out` does, for code that needs no padding.
+
+    Arguments are the same. Without outputs, a row may have nothing to feed.
+    """
     ids: list[int] = []
     position: list[int] = []
     real_start, outputs = [0], []
@@ -258,7 +262,8 @@ def lay_out_flat(
         ids += plan.drafts
         position += range(start, len(row) + len(plan.drafts))
         real_start.append(len(ids))
-        outputs += range(len(ids) - len(plan.drafts) - 1, len(ids))
+        if has_outputs:
+            outputs += range(len(ids) - len(plan.drafts) - 1, len(ids))
     slot, limit, first = position.copy(), [p + 1 for p in position], position.copy()
     mask_start, offset = [len(ids)], []
     for row, plan in zip(tokens, plans, strict=True):
@@ -284,7 +289,7 @@ def lay_out_flat(
         real_start=real_start,
         mask_start=mask_start,
         outputs=outputs,
-        num_slots=max(slot) + 1,
+        num_slots=max(slot, default=-1) + 1,
     )
 
 

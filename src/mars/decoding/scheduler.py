@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
 from mars.decoding.greedy import decide_outputs
-from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request
 from mars.decoding.row import Event, GuardedHook, Row
 from mars.decoding.sampling import History
@@ -206,7 +205,7 @@ class Scheduler:
             self._rows[number].progress.tokens[:end]
             for number, end in zip(numbers, ends, strict=True)
         ]
-        self._runner.run(first, chunks, [RowPlan()] * count)
+        self._runner.read(first, chunks)
 
     def _decide(self, first: int, count: int) -> list[Event]:
         """Step `count` rows from `first` on."""

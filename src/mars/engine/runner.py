@@ -137,9 +137,17 @@ class Runner:
             counts = [min(n - 1, self._chunk) for n in self._pending(first, tokens)]
             ends = [n + start for n, start in zip(counts, self.cached[first:], strict=False)]
             chunks = [row[:end] for row, end in zip(tokens, ends, strict=True)]
-            self._feed(first, chunks, [RowPlan()] * len(chunks))
+            self.read(first, chunks)
         # 2. The rest, drafts and masks.
         return self._feed(first, tokens, plans)
+
+    @torch.no_grad()
+    def read(self, first: int, tokens: Sequence[list[int]]) -> None:
+        """Run the tokens that are not cached yet, in one forward; nobody needs its outputs.
+
+        Arguments are as for `run`, but a row may have nothing to feed.
+        """
+        self._feed(first, tokens, [RowPlan()] * len(tokens), has_outputs=False)
 
     def keep(self, first: int, num_drafts: Sequence[int]) -> None:
         """Keep the first drafts of each row of the last forward: they were committed."""
@@ -150,10 +158,15 @@ class Runner:
         return [len(row) - cached for row, cached in zip(tokens, self.cached[first:], strict=False)]
 
     def _feed(
-        self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
+        self,
+        first: int,
+        tokens: Sequence[list[int]],
+        plans: Sequence[RowPlan],
+        *,
+        has_outputs: bool = True,
     ) -> Outputs | FlatOutputs:
         if self._decoder is not None:
-            return self._feed_fused(self._decoder, first, tokens, plans)
+            return self._feed_fused(self._decoder, first, tokens, plans, has_outputs=has_outputs)
         rows = slice(first, first + len(tokens))
         columns = lay_out(
             tokens,
@@ -193,6 +206,8 @@ class Runner:
         first: int,
         tokens: Sequence[list[int]],
         plans: Sequence[RowPlan],
+        *,
+        has_outputs: bool,
     ) -> FlatOutputs:
         rows = slice(first, first + len(tokens))
         columns = lay_out_flat(
@@ -201,6 +216,7 @@ class Runner:
             self.cached[rows],
             mask_token_id=self._mask,
             max_positions=self._max_positions,
+            has_outputs=has_outputs,
         )
         self._reserve(columns.num_slots)
         self.cache.allocate(decoder.num_layers, decoder.kv_heads, decoder.head_width, decoder.dtype)

@@ -225,6 +225,7 @@ static void attend_share(const struct decoder *m, const struct step *s, const st
     for (int64_t r = 0; r < s->rows; r++) {
         const int64_t num = s->real_start[r + 1] - s->real_start[r] + s->mask_start[r + 1] -
                             s->mask_start[r];
+        if (!num) continue;
         const int64_t queries = num * (m->heads / m->kv_heads);
         const int64_t length = queries_per_task(queries, s->rows * m->kv_heads, threads);
         int64_t slots = 0;

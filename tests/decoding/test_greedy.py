@@ -1,0 +1,147 @@
+"""The kernel that decides for plain rows says what `step.decide` says."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars.decoding import greedy
+from mars.decoding.options import DecodingOptions
+from mars.decoding.plan import RowPlan
+from mars.decoding.request import Progress, Request
+from mars.decoding.step import StepParams, decide
+from mars.draft_head import Correction, DraftHead
+from mars.engine.kernels.compiler import load_kernels
+from mars.engine.runner import FlatOutputs
+from tests.conftest import make_model
+
+WIDTH = 40
+needs_kernel = pytest.mark.skipif(load_kernels() is None, reason="no C compiler")
+MODEL = make_model()
+
+
+def progress_of(plan: RowPlan) -> Progress:
+    mode = "exact" if plan.drafts or plan.groups else "ar"
+    request = Request(
+        prompt="",
+        prompt_ids=[1, 2, 3],
+        options=DecodingOptions(mode=mode),
+        window=plan.window,
+        end_ids=frozenset(),
+        decode=str,
+    )
+    return Progress(request)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[FlatOutputs, list[RowPlan], int | None]:
+    """Logits with distinct values in a row, so that there is one right answer, and right drafts."""
+    vocabulary = draw(st.sampled_from([1, 5, 40, 127, 128, 300, 5000]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    forbidden = draw(st.sampled_from([None, 0, vocabulary - 1])) if vocabulary > 1 else None
+    plans = []
+    for _ in range(draw(st.integers(1, 4))):
+        num_drafts = draw(st.integers(0, 4))
+        groups = tuple(sorted(draw(st.sets(st.integers(0, num_drafts), max_size=3))))
+        plans.append(RowPlan((0,) * num_drafts, groups, draw(st.integers(1, 3)) if groups else 0))
+    num_real, num_masks = [len(p.drafts) + 1 for p in plans], [p.num_masks for p in plans]
+    count = sum(num_real) + sum(num_masks)
+    ranks = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(count)])
+    logits = (0x3F80 + ranks).to(torch.int16).view(torch.bfloat16)  # consecutive from 1 on
+    hidden = torch.randn(count, WIDTH, generator=generator).bfloat16()
+    start, drafted = 0, []
+    for plan, real in zip(plans, num_real, strict=True):
+        said = logits[start : start + real].clone()
+        if forbidden is not None:
+            said[:, forbidden] = float("-inf")
+        right = draw(st.integers(0, len(plan.drafts)))
+        tokens = said.argmax(-1).tolist()[: len(plan.drafts)]
+        tokens = [t if i < right else (t + 1) % vocabulary for i, t in enumerate(tokens)]
+        drafted.append(RowPlan(tuple(tokens), plan.groups, plan.window))
+        start += real
+    return FlatOutputs(logits, hidden, num_real, num_masks), drafted, forbidden
+
+
+def both(outputs: FlatOutputs, plans: list[RowPlan], forbidden: int | None) -> tuple[list, list]:
+    rows = [progress_of(plan) for plan in plans]
+    params = StepParams.of([row.request for row in rows], outputs.logits_OV.shape[1], "cpu")
+    assert params.is_plain
+    real, masks, found = outputs.padded(MODEL)
+    slow = decide(real.clone(), masks.clone(), rows, plans, params, [], forbidden, found)
+    fast = greedy._decide_plain(outputs, MODEL, plans, forbidden)
+    assert fast is not None
+    return fast, slow
+
+
+@needs_kernel
+@settings(deadline=None, max_examples=150)
+@given(steps())
+def test_it_says_what_the_slow_way_says(step) -> None:
+    for fast, slow in zip(*both(*step), strict=True):
+        assert (fast.tokens, fast.num_accepted) == (slow.tokens, slow.num_accepted)
+        assert [draft.token for draft in fast.drafts] == [draft.token for draft in slow.drafts]
+        for mine, theirs in zip(fast.drafts, slow.drafts, strict=True):
+            assert mine.confidence == pytest.approx(theirs.confidence, rel=1e-4)
+
+
+@needs_kernel
+@settings(deadline=None, max_examples=150)
+@given(steps(), st.integers(0, 1000))
+def test_the_draft_head_corrects_as_in_the_slow_way(step, seed: int) -> None:
+    outputs, plans, forbidden = step
+    generator = torch.Generator().manual_seed(seed)
+    head = DraftHead(WIDTH, 24)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    vocabulary = outputs.logits_OV.shape[1]
+    embedding, output = (
+        torch.randn(vocabulary, WIDTH, generator=generator).bfloat16() for _ in range(2)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+
+        def correction(_: object, hidden: torch.Tensor) -> Correction:
+            return Correction(hidden, head.requires_grad_(False), embedding, output)
+
+        patch.setattr("mars.decoding.greedy.correction", correction)
+        patch.setattr("mars.engine.runner.correction", correction)
+        pairs = both(outputs, plans, forbidden)
+    for fast, slow in zip(*pairs, strict=True):
+        assert (fast.tokens, fast.num_accepted) == (slow.tokens, slow.num_accepted)
+        for mine, theirs in zip(fast.drafts, slow.drafts, strict=True):
+            assert mine.confidence == pytest.approx(theirs.confidence, rel=0.01, abs=1e-4)
+            if mine.token != theirs.token:  # two candidates as good as equal: drafts may part
+                assert mine.confidence < 0.51
+                break
+
+
+@needs_kernel
+def test_of_equal_logits_the_first_is_said() -> None:
+    logits = torch.zeros(1, 300, dtype=torch.bfloat16)
+    logits[0, [77, 150, 299]] = 2.0
+    outputs = FlatOutputs(logits, torch.zeros(1, WIDTH).bfloat16(), [1], [0])
+    (decision,) = greedy._decide_plain(outputs, MODEL, [RowPlan()], None) or [None]
+    assert decision is not None
+    assert decision.tokens == [77]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.5},
+        {"logit_bias": {5: 1.0}},
+        {"presence_penalty": 0.5},
+        {"logprobs": 1},
+        {"mode": "threshold", "threshold": 0.9},
+    ],
+)
+def test_other_rows_go_the_slow_way(settings: dict) -> None:
+    request = Request(
+        prompt="",
+        prompt_ids=[1],
+        options=DecodingOptions(**settings),
+        window=2,
+        end_ids=frozenset(),
+        decode=str,
+    )
+    assert not StepParams.of([request], 10, torch.device("cpu")).is_plain
