@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from mars.decoding.generate import generate, stream
     from mars.decoding.options import DecodingOptions
     from mars.decoding.request import Result
+    from mars.serving.engine import Engine
 
     __version__: str
 
 __all__ = [
     "Checkpoint",
     "DecodingOptions",
+    "Engine",
     "Result",
     "UserError",
     "__version__",
@@ -36,6 +38,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "mars.checkpoint",
     "DecodingOptions": "mars.decoding.options",
+    "Engine": "mars.serving.engine",
     "Result": "mars.decoding.request",
     "custom_generate": "mars.decoding.custom_generate",
     "generate": "mars.decoding.generate",

@@ -1,0 +1,1 @@
+"""Serve many requests that come at any time with one model."""
