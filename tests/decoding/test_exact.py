@@ -35,12 +35,12 @@ LAYOUTS = ["linear", "partial", "full"]
 # What two modes of saying the same may differ in.
 PACE = {
     *("mode", "forwards", "tokens_per_forward"),
-    *("acceptance_histogram", "draft_outcomes", "logprobs"),
+    *("acceptance_histogram", "draft_outcomes", "plans", "logprobs"),
 }
 
 exact_settings = st.fixed_dictionaries(
     {
-        "layout": st.sampled_from(LAYOUTS),
+        "layout": st.sampled_from(["auto", *LAYOUTS]),
         "window": st.sampled_from([None, 0, 1, 2, 4]),
         "ngram": st.booleans(),
         "draft_threshold": st.sampled_from([0.0, 0.0, 0.3]),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars.decoding.drafts import Draft
+from mars.decoding.drafts import Draft, cut_drafts, merge_drafts
 from mars.decoding.plan import (
     MOST_COLUMNS,
     RowPlan,
@@ -29,13 +29,11 @@ def test_an_exact_plan_fits_the_budget(
     masks: list[Draft], ngram: list[Draft], window: int, budget: int, layout, max_groups: int
 ) -> None:
     plan = plan_exact(
-        masks,
-        ngram,
+        cut_drafts(merge_drafts(masks, ngram), 0.0, budget - 1),
         window=window,
         budget=budget,
         layout=layout,
         max_groups=max_groups,
-        draft_threshold=0.0,
     )
     assert len(plan.drafts) <= budget - 1
     assert plan.num_masks <= max(plan.window, MOST_COLUMNS - 1 - len(plan.drafts))

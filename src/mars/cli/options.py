@@ -58,9 +58,9 @@ Window = Annotated[
 Layout = Annotated[
     str,
     typer.Option(
-        metavar="linear|partial|full",
-        help="exact: be ready with masks if all drafts are right, for the likeliest outcomes, for "
-        "all.",
+        metavar="auto|linear|partial|full",
+        help="exact: feed what pays on this machine (auto), or be ready with masks if all drafts "
+        "are right, for the likeliest outcomes, for all.",
     ),
 ]
 MaxGroups = Annotated[int, typer.Option(help="partial layout: most groups of masks per forward.")]

@@ -49,7 +49,7 @@ def custom_generate(
     threshold: float | None = _NOT_GIVEN,
     confidence: Confidence = "probability",
     window: int | None = None,
-    layout: Layout = "partial",
+    layout: Layout = "auto",
     ngram: bool = True,
     draft_threshold: float = 0.0,
     seed: int | None = None,

@@ -25,26 +25,30 @@ class Draft(NamedTuple):
 
 
 class NgramIndex:
-    """Remember where every short run of tokens occurred last. O(1) work per token."""
+    """Remember where every short run of tokens occurred last. O(1) work per token, at `draft`."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens: list[int] = []
+        self._tokens = list(tokens)
+        self._num_known = 0  # tokens of which `_follows` knows what they follow
         self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
-        for token in tokens:
-            self.push(token)
 
     def push(self, token: int) -> None:
-        """Append a token: it follows the n-grams that end before it."""
-        end = len(self._tokens)
-        for n in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
-            self._follows[tuple(self._tokens[-n:])] = end
+        """Append a token."""
         self._tokens.append(token)
+
+    def _catch_up(self) -> None:
+        """Note that every new token follows the n-grams that end before it."""
+        for end in range(self._num_known, len(self._tokens)):
+            for n in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
+                self._follows[tuple(self._tokens[end - n : end])] = end
+        self._num_known = len(self._tokens)
 
     def draft(self, limit: int) -> tuple[Draft, ...]:
         """Continue as after the latest occurrence of the longest ending of the text.
 
         A continuation that reaches the end of the text goes on with itself: it repeats.
         """
+        self._catch_up()
         end = len(self._tokens)
         for n in range(min(LONGEST_MATCH, end), SHORTEST_MATCH - 1, -1):
             start = self._follows.get(tuple(self._tokens[-n:]))

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from mars.errors import UserError
 
 Mode = Literal["exact", "threshold", "ar"]
-Layout = Literal["linear", "partial", "full"]
+Layout = Literal["auto", "linear", "partial", "full"]
 Confidence = Literal["probability", "entropy", "margin"]
 
 MIN_TEMPERATURE = 1e-3
@@ -36,10 +36,11 @@ class DecodingOptions:
 
     Of the model's distribution after bias and penalties, before temperature and filters: tau means
     the same for greedy and sampled text."""
-    layout: Layout = "partial"
+    layout: Layout = "auto"
     """Which outcomes of a verification the exact mode has masks for: `linear` only for the one
     that all drafts are right, `full` for every number of right drafts, `partial` for the
-    `max_groups` most likely numbers."""
+    `max_groups` most likely numbers; `auto` feeds, forward by forward, the drafts and masks that
+    pay on this machine, down to none."""
     max_groups: int = 3
     """Most groups of masks per forward in the partial layout."""
     ngram: bool = True

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts, merge_drafts
+from mars.decoding.drafts import Draft, accept_probabilities
 from mars.decoding.options import Layout
 
 # The partial layout leaves out accept lengths that are less likely than this.
@@ -60,28 +60,22 @@ def plan_threshold(*, window: int, budget: int) -> RowPlan:
 
 
 def plan_exact(
-    masks: Sequence[Draft],
-    ngram: Sequence[Draft],
+    drafts: Sequence[Draft],
     *,
     window: int,
     budget: int,
     layout: Layout,
     max_groups: int,
-    draft_threshold: float,
 ) -> RowPlan:
     """Plan a step of the exact mode.
 
     Args:
-        masks: drafts of the masks of the step before.
-        ngram: drafts that the text itself suggests.
+        drafts: at most budget - 1; one token comes without a draft.
         window: masks per group.
         budget: tokens that may still be committed, at least 1.
         layout: which accept lengths get a group.
         max_groups: most groups of the partial layout.
-        draft_threshold: see `cut_drafts`.
     """
-    # One token comes without a draft: more than budget - 1 could not be committed.
-    drafts = cut_drafts(merge_drafts(masks, ngram), draft_threshold, budget - 1)
     tokens = tuple(draft.token for draft in drafts)
     # After i drafts and one more token, budget - i - 1 are left: room for budget - i - 2 drafts.
     lengths = [i for i in range(len(drafts) + 1) if budget - i - 2 > 0]
@@ -107,7 +101,7 @@ def choose_groups(
     most = max(1, (MOST_COLUMNS - 1 - len(drafts)) // window)
     probabilities = accept_probabilities(drafts)
     likeliest = sorted(lengths, key=lambda i: probabilities[i], reverse=True)
-    if layout == "partial":
+    if layout in ("partial", "auto"):  # `auto` comes here where nothing is known of the machine
         most = min(most, max_groups)
         likeliest = [i for i in likeliest if probabilities[i] >= LEAST_PROBABILITY]
     return tuple(sorted(likeliest[:most]))

@@ -1,12 +1,13 @@
 """A request, the state it has while it runs, and its result."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from mars.decoding.drafts import MOST_NGRAM_DRAFTS, Draft, NgramIndex
+from mars.decoding.drafts import MOST_NGRAM_DRAFTS, Draft, NgramIndex, cut_drafts, merge_drafts
 from mars.decoding.options import DecodingOptions, Mode
 from mars.decoding.plan import RowPlan, plan_exact, plan_threshold
 from mars.decoding.stop import Decode, FinishReason, StopChecker, StopRules
@@ -103,6 +104,9 @@ class Result:
     """0 if there was no forward."""
     acceptance_histogram: list[int]
     """Entry k: forwards that committed k tokens, k = 0 .. 1 + the most drafts of a forward."""
+    plans: dict[str, int]
+    """Of the exact mode: how many forwards fed what, as `drafts+groupsxwindow`: `4+2x3` is four
+    drafts and two groups of three masks."""
     draft_outcomes: list[DraftOutcome]
     """Of the exact mode: the drafts of masks up to and including the first wrong one of a step."""
     logprobs: list[TokenLogprob] | None
@@ -124,6 +128,7 @@ class Progress:
         stop: decides when the text ends.
         histogram: forwards by number of committed tokens.
         drafts: what the masks of the last forward predict to come next.
+        plans: how many forwards fed so many drafts, groups, and masks per group.
         outcomes: of earlier drafts of masks.
         logprobs: of the tokens of the answer, if they were asked for.
     """
@@ -133,6 +138,7 @@ class Progress:
     stop: StopChecker = field(init=False)
     histogram: list[int] = field(init=False)
     drafts: Sequence[Draft] = field(default=(), init=False)
+    plans: Counter[tuple[int, int, int]] = field(default_factory=Counter, init=False)
     outcomes: list[DraftOutcome] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     _ngrams: NgramIndex | None = field(init=False)
@@ -156,25 +162,44 @@ class Progress:
         """Whether the text has ended."""
         return self.stop.finish_reason is not None
 
+    @property
+    def is_planned_together(self) -> bool:
+        """Whether what the next forward feeds depends on what it costs (layout `auto`)."""
+        is_first = self.stop.num_tokens == 0
+        return (
+            self.request.mode == "exact" and self.request.options.layout == "auto" and not is_first
+        )
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be committed."""
+        return self.request.options.max_new_tokens - self.stop.num_tokens
+
+    def ngram_drafts(self) -> tuple[Draft, ...]:
+        """Return what the text suggests to come next."""
+        return self._ngrams.draft(self.budget - 1) if self._ngrams else ()
+
+    def drafts_at_hand(self, ngram: Sequence[Draft]) -> tuple[Draft, ...]:
+        """Return what masks and `ngram_drafts` suggest to come next."""
+        drafts = merge_drafts(self.drafts, ngram)
+        return cut_drafts(drafts, self.request.options.draft_threshold, self.budget - 1)
+
     def plan(self) -> RowPlan:
-        """Plan the next forward."""
+        """Plan the next forward for itself."""
         options, window = self.request.options, self.request.window
-        budget = options.max_new_tokens - self.stop.num_tokens
         is_first = self.stop.num_tokens == 0
         if self.request.mode == "ar" or (self.request.mode == "exact" and is_first):
             # The prompt is read by the same forward in both modes: in half precision, products of
             # other shapes would leave other bits in the cache.
             return RowPlan()
         if self.request.mode == "threshold":
-            return plan_threshold(window=window, budget=budget)
+            return plan_threshold(window=window, budget=self.budget)
         return plan_exact(
-            self.drafts,
-            self._ngrams.draft(budget - 1) if self._ngrams else (),
+            self.drafts_at_hand(self.ngram_drafts()),
             window=window,
-            budget=budget,
+            budget=self.budget,
             layout=options.layout,
             max_groups=options.max_groups,
-            draft_threshold=options.draft_threshold,
         )
 
     def commit(
@@ -217,6 +242,7 @@ class Progress:
             forwards=forwards,
             tokens_per_forward=len(token_ids) / forwards if forwards else 0.0,
             acceptance_histogram=self.histogram,
+            plans={f"{k}+{g}x{w}": n for (k, g, w), n in self.plans.most_common()},
             draft_outcomes=self.outcomes,
             logprobs=None if self.request.options.logprobs is None else self.logprobs,
             prefill_seconds=prefill_seconds,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mars.decoding.decision import Decision
+from mars.decoding.planner import Candidate, Forecast
 from mars.decoding.request import LogitsHook, Progress, Result, TokenLogprob
 from mars.decoding.sampling import History
 
@@ -68,6 +69,16 @@ class Row:
     """What penalties look at; made when they are first needed."""
     is_over: bool = False
     """Whether it has ended or failed."""
+    forecast: Forecast = field(default_factory=Forecast)
+    """What its drafts are worth."""
+
+    def candidate(self) -> Candidate:
+        """Say what the row could feed."""
+        progress = self.progress
+        ngram = progress.ngram_drafts()
+        self.forecast.see(ngram)
+        drafts = progress.drafts_at_hand(ngram)
+        return Candidate(drafts, progress.request.window, progress.budget, self.forecast)
 
     def commit(self, decision: Decision, now: float) -> Event:
         """Append the tokens of one forward and tell the news."""

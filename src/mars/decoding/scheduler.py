@@ -18,12 +18,15 @@ from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
 from mars.decoding.greedy import decide_outputs
+from mars.decoding.plan import RowPlan
+from mars.decoding.planner import NOTHING, Candidate, Planner
 from mars.decoding.request import Progress, Request
 from mars.decoding.row import Event, GuardedHook, Row
 from mars.decoding.sampling import History
 from mars.decoding.step import StepParams
 from mars.decoding.stop import FinishReason
 from mars.engine.runner import Runner
+from mars.engine.step_times import step_times
 
 
 class _Waiting(NamedTuple):
@@ -85,6 +88,7 @@ class Scheduler:
         self._num_ready = 0  # rows that have read their prompts
         self._columns_read = 0  # since these last made a step
         self._params: tuple[list[int], StepParams] | None = None
+        self._planner: Planner | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -211,7 +215,8 @@ class Scheduler:
         """Step `count` rows from `first` on."""
         rows = self._rows[first : first + count]
         progress = [row.progress for row in rows]
-        plans = [row.plan() for row in progress]
+        candidates = self._candidates_of(rows)
+        plans = self._plan(progress, candidates)
         outputs = self._runner.run(first, [row.tokens for row in progress], plans)
         params = self._params_of(rows, outputs[0])
         histories = self._histories_of(rows, outputs[0]) if params.has_penalties else []
@@ -220,11 +225,55 @@ class Scheduler:
             self._mask_token_id,
         )
         self._runner.keep(first, [decision.num_accepted for decision in decisions])
+        self._learn(rows, candidates, plans, decisions)
         events = [self._commit(row, d) for row, d in zip(rows, decisions, strict=True)]
         for number in reversed(range(first, first + count)):
             if self._rows[number].is_over:
                 self._drop(number)
         return events
+
+    def _candidates_of(self, rows: Sequence[Row]) -> list[Candidate | None]:
+        """Ask the rows in the layout `auto`, unless nothing is going to be fed anyway."""
+        are_planned = [row.progress.is_planned_together for row in rows]
+        if not any(are_planned):
+            return [None] * len(rows)
+        if self._planner is None:
+            self._planner = Planner(step_times(self._runner.model, self._max_rows))
+        if self._planner.is_pausing():
+            return [NOTHING if planned else None for planned in are_planned]
+        pairs = zip(rows, are_planned, strict=True)
+        return [row.candidate() if planned else None for row, planned in pairs]
+
+    def _plan(
+        self, rows: Sequence[Progress], candidates: Sequence[Candidate | None]
+    ) -> list[RowPlan]:
+        """Plan a forward: the rows in the layout `auto` together, the others for themselves."""
+        fixed = [row.plan() if c is None else None for row, c in zip(rows, candidates, strict=True)]
+        together = [candidate for candidate in candidates if candidate is not None]
+        if not together or together[0] is NOTHING or self._planner is None:
+            return [plan or RowPlan() for plan in fixed]
+        planned = iter(self._planner.plan(together, [plan for plan in fixed if plan is not None]))
+        return [next(planned) if plan is None else plan for plan in fixed]
+
+    def _learn(
+        self,
+        rows: Sequence[Row],
+        candidates: Sequence[Candidate | None],
+        plans: Sequence[RowPlan],
+        decisions: Sequence[Decision],
+    ) -> None:
+        """Note what was fed, and let the planner and the rows' forecasts learn from it."""
+        for row, plan in zip(rows, plans, strict=True):
+            if row.progress.request.mode == "exact":
+                row.progress.plans[len(plan.drafts), len(plan.groups), plan.window] += 1
+        planned = [candidate for candidate in candidates if candidate is not None]
+        if self._planner is None or not planned or planned[0] is NOTHING:
+            return
+        self._planner.learn(plans, sum(len(decision.tokens) for decision in decisions))
+        for row, candidate, plan, made in zip(rows, candidates, plans, decisions, strict=True):
+            if candidate is not None:
+                fed = candidate.drafts[: len(plan.drafts)]
+                row.forecast.learn(fed, made.num_accepted, made.drafts)
 
     def _commit(self, row: Row, decision: Decision) -> Event:
         error = None if row.hook is None else row.hook.error

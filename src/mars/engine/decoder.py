@@ -119,6 +119,11 @@ class FusedDecoder:
         Returns:
             Last hidden states (O, D) and logits (O, V) of the columns with outputs, bf16.
         """
+        # C would read whatever lies behind a table.
+        assert 0 <= max(columns.position, default=0) < len(self._rotation[0])
+        assert min(columns.token, default=0) >= 0
+        assert max(columns.token, default=0) < len(self._embedding)
+        assert columns.num_slots <= cache.num_slots
         count = len(columns.outputs)
         hidden = self._embedding.new_empty(count, self._embedding.shape[1])
         logits = self._embedding.new_empty(count, self._head.out_features)

@@ -1,0 +1,209 @@
+"""Which drafts and masks pay: expected tokens against the time a forward takes (layout `auto`).
+
+A column is worth feeding if it brings more tokens than the time it costs would bring otherwise.
+With R tokens per second, reached so far, and dT seconds for one more column, that price is R dT
+tokens. Then
+
+    a draft brings a token now, with the probability that it and those before it are right;
+    a mask brings one in the next forward, if its group is the one that is going to be read and its
+    draft turns out right, and it costs a column there, too.
+
+What is chosen changes the speed only: the text is that of `ar`, whatever is fed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts
+from mars.decoding.plan import MOST_COLUMNS, RowPlan
+
+_PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
+_DECAY = 0.9  # of what a row has shown, per forward
+_MARGIN = 0.04  # of a token per row: what drafts must bring more than they cost, to be fed
+_PATIENCE = 8  # forwards without any, after which the planner looks away ...
+_PAUSE = 32  # ... for so many
+_PROBE_EVERY = 64  # forwards after which a row without masks gets some, to see whether they pay
+
+
+class Times(Protocol):
+    """Tells how long forwards take."""
+
+    def seconds(self, rows: int, columns: int) -> float:
+        """Return the seconds of a forward of `rows` rows with `columns` columns in all."""
+
+
+@dataclass(slots=True)
+class Forecast:
+    """What a row's drafts have been worth so far."""
+
+    survival: list[float] = field(default_factory=list)
+    """For every offset of a mask, the probability that its draft and those before it are right."""
+    expected: float = 1.0
+    """Drafts that were to be right by their confidences, and ..."""
+    accepted: float = 1.0
+    """... that were; both fade."""
+    text: list[float] = field(default_factory=lambda: [0.0] * 8)
+    """The same as `survival` for drafts that the text suggests; 0 where there were none."""
+    idle: int = 0
+    """Forwards since it had masks."""
+
+    @property
+    def trust(self) -> float:
+        """By what the row's confidences have to be multiplied."""
+        return min(1.25, self.accepted / self.expected)
+
+    def at(self, offset: int) -> float:
+        """Return the survival at an offset, from 0."""
+        if offset < len(self.survival):
+            return self.survival[offset]
+        last = len(_PRIOR_SURVIVAL) - 1
+        return _PRIOR_SURVIVAL[min(offset, last)] * 0.6 ** max(0, offset - last)
+
+    def worth(self, offset: int) -> float:
+        """Return what a mask's draft is expected to bring beyond those that the text suggests."""
+        text = self.text[offset] if offset < len(self.text) else 0.0
+        return self.trust * self.at(offset) * (1 - text)
+
+    def see(self, suggested: Sequence[Draft]) -> None:
+        """Take in what the text suggests to come next."""
+        values = survivals(suggested)
+        for offset, value in enumerate(self.text):
+            now = values[offset] if offset < len(values) else 0.0
+            self.text[offset] = value + 0.1 * (now - value)
+
+    def learn(self, fed: Sequence[Draft], accepted: int, found: Sequence[Draft]) -> None:
+        """Take in a forward: what was fed, how much of it was right, what its masks say."""
+        for value in survivals(fed):
+            self.expected += value
+        self.accepted = 1 + _DECAY * (self.accepted - 1 + accepted)
+        self.expected = 1 + _DECAY * (self.expected - 1)
+        for offset, value in enumerate(survivals(found)):
+            blend = value + 0.7 * (self.at(offset) - value)
+            self.survival[offset : offset + 1] = [blend]
+        self.idle = 0 if found else self.idle + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a row could feed."""
+
+    drafts: tuple[Draft, ...]
+    window: int
+    """Most masks per group."""
+    budget: int
+    """Tokens that may still be committed."""
+    forecast: Forecast
+
+
+NOTHING = Candidate((), 0, 1, Forecast())
+"""Stands for a row that is not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan, and the tokens that its drafts and masks are expected to bring."""
+
+    plan: RowPlan
+    gain: float
+
+
+NO_CHOICE = Choice(RowPlan(), 0.0)
+
+
+def survivals(drafts: Sequence[Draft]) -> list[float]:
+    """Return for each draft the probability that it and those before it are right."""
+    values, value = [], 1.0
+    for draft in drafts:
+        value *= draft.confidence
+        values.append(value)
+    return values
+
+
+def choose(row: Candidate, price: float) -> tuple[Choice, Choice]:
+    """Choose what to feed of a row, if a column costs `price` tokens: with masks, and without."""
+    forecast, plain = row.forecast, NO_CHOICE
+    kept: tuple[Draft, ...] = ()
+    if row.drafts:
+        most = min(row.budget - 1, MOST_COLUMNS - 1)
+        kept = cut_drafts(row.drafts, price / forecast.trust, most)
+    if kept:
+        tokens = tuple(draft.token for draft in kept)
+        plain = Choice(RowPlan(tokens), forecast.trust * sum(survivals(kept)))
+    # A mask that is read costs twice, here and in the next forward; behind the first offset that
+    # does not bring as much, no other does.
+    worth: list[float] = []
+    while len(worth) < row.window and (value := forecast.worth(len(worth))) > 2 * price:
+        worth.append(value - price)
+    if not worth and forecast.idle >= _PROBE_EVERY and price < 0.5:
+        worth = [2 * price] * row.window
+    if not worth:
+        return plain, plain
+    room = (MOST_COLUMNS - 1 - len(kept)) // len(worth)
+    by_length = enumerate(accept_probabilities(kept))
+    groups = [(sum(worth) * chance, i) for i, chance in by_length if row.budget - i - 2 > 0]
+    groups = [(value, i) for value, i in groups if value > len(worth) * price]
+    groups = sorted(groups, reverse=True)[:room]
+    if not groups:
+        return plain, plain
+    lengths = tuple(sorted(i for _, i in groups))
+    window = min(len(worth), row.budget - lengths[0] - 2)
+    gain = plain.gain + sum(value for value, _ in groups)
+    return Choice(RowPlan(plain.plan.drafts, lengths, window), gain), plain
+
+
+class Planner:
+    """Plans the rows of a forward together: they share its time."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
+        self._extra = 8.0  # columns of a row beyond its last token, lately
+        self._idle = 0  # forwards in a row that fed nothing
+        self._pause = 0
+
+    def is_pausing(self) -> bool:
+        """Whether the next forward feeds nothing: to ask rows for candidates takes time, too."""
+        self._pause = max(0, self._pause - 1)
+        return self._pause > 0
+
+    def plan(self, rows: Sequence[Candidate], fixed: Sequence[RowPlan] = ()) -> list[RowPlan]:
+        """Plan a forward of `rows`, beside others whose plans are fixed."""
+        count = len(rows) + len(fixed)
+        base = count + sum(len(plan.drafts) + plan.num_masks for plan in fixed)
+        rate = self._speedup * count / self._times.seconds(count, count)
+        price = rate * self._slope(count, base)
+        chosen = [choose(row, price) for row in rows]
+        ways = [
+            [masked for masked, _ in chosen],
+            [plain for _, plain in chosen],
+            [NO_CHOICE] * len(rows),
+        ]
+
+        def profit(choices: list[Choice]) -> float:
+            columns = base + sum(len(c.plan.drafts) + c.plan.num_masks for c in choices)
+            return sum(c.gain for c in choices) - rate * self._times.seconds(count, columns)
+
+        profits = [*map(profit, ways)]
+        profits[-1] += _MARGIN * len(rows)
+        best = profits.index(max(profits))
+        self._idle = self._idle + 1 if best == len(ways) - 1 else 0
+        if self._idle >= _PATIENCE:
+            self._idle, self._pause = 0, _PAUSE
+        return [choice.plan for choice in ways[best]]
+
+    def learn(self, plans: Sequence[RowPlan], committed: int) -> None:
+        """Take in what a forward of these plans has committed, in all rows."""
+        count = len(plans)
+        columns = sum(1 + len(plan.drafts) + plan.num_masks for plan in plans)
+        alone = self._times.seconds(count, count)
+        speedup = committed / count * alone / self._times.seconds(count, columns)
+        self._speedup += 0.1 * (speedup - self._speedup)
+        self._extra += 0.2 * (columns / count - 1 - self._extra)
+
+    def _slope(self, rows: int, columns: int) -> float:
+        """Return the seconds of one more column, about where the last forwards were."""
+        extra = max(4.0, self._extra) * rows
+        low, high = columns + int(extra / 2), columns + int(extra * 1.5) + 1
+        difference = self._times.seconds(rows, high) - self._times.seconds(rows, low)
+        return difference / (high - low)
