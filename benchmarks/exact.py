@@ -28,6 +28,7 @@ WAYS = {
     "hf": {},
     "hf-lookup": {"prompt_lookup_num_tokens": 8},
     "ar": {"mode": "ar"},
+    "auto": {},
     "full": {"layout": "full"},
     "full-no-ngram": {"layout": "full", "ngram": False},
     "partial": {"layout": "partial"},
