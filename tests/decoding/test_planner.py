@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mars.decoding.drafts import Draft
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
-from mars.decoding.planner import _PATIENCE, _PAUSE, _PROBE_EVERY, Candidate, Forecast, Planner
+from mars.decoding.planner import _PATIENCE, _PROBE_EVERY, Candidate, Forecast, Planner
 from mars.engine.step_times import StepTimes
 
 FREE = StepTimes({1: {0: 1.0, 256: 1.0}, 64: {0: 1.0, 256: 1.0}})
@@ -112,15 +112,28 @@ def test_a_row_without_masks_gets_some_now_and_then() -> None:
     assert forecast.idle == 0
 
 
-def test_it_looks_away_where_nothing_pays_and_back_again() -> None:
+def test_it_looks_away_where_nothing_pays_longer_each_time_and_back_again() -> None:
+    planner, pauses = Planner(DEAR), []
+    for _ in range(7):
+        for _ in range(_PATIENCE):
+            assert not planner.is_pausing(1)
+            planner.plan([candidate(0.9)])
+        pauses.append(0)
+        while planner.is_pausing(1):
+            pauses[-1] += 1
+        planner.plan([candidate(0.9)])  # the forward that ended the pause
+        planner._idle = 0
+    assert pauses == [length - 1 for length in (16, 32, 64, 128, 256, 256, 256)]
+
+
+def test_a_pause_ends_when_rows_leave() -> None:
     planner = Planner(DEAR)
     for _ in range(_PATIENCE):
-        assert not planner.is_pausing()
-        planner.plan([candidate(0.9)])
-    pauses = 0
-    while planner.is_pausing():
-        pauses += 1
-    assert pauses == _PAUSE - 1
+        planner.plan([candidate(0.9)] * 8)
+    assert planner.is_pausing(8)
+    assert planner.is_pausing(7)
+    assert not planner.is_pausing(6)
+    assert not planner.is_pausing(8)
 
 
 def test_the_price_rises_with_the_rows_that_share_a_forward() -> None:

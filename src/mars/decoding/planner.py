@@ -20,9 +20,11 @@ from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
 _PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
 _DECAY = 0.9  # of what a row has shown, per forward
-_MARGIN = 0.04  # of a token per row: what drafts must bring more than they cost, to be fed
-_PATIENCE = 8  # forwards without any, after which the planner looks away ...
-_PAUSE = 32  # ... for so many
+# What is fed must bring a quarter more than it costs, and this much of a token per row on top:
+# forecasts err, and planning takes time, too.
+_LEAST_RETURN, _MARGIN = 1.25, 0.02
+_PATIENCE = 4  # forwards that feed nothing, after which the planner looks away, ...
+_PAUSES = 16, 256  # ... at first for so many, and twice as many each time, up to this
 _PROBE_EVERY = 64  # forwards after which a row without masks gets some, to see whether they pay
 
 
@@ -160,10 +162,17 @@ class Planner:
         self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
         self._extra = 8.0  # columns of a row beyond its last token, lately
         self._idle = 0  # forwards in a row that fed nothing
-        self._pause = 0
+        self._pause = 0  # forwards until it looks again
+        self._pause_rows = 0
+        self._next_pause = _PAUSES[0]
 
-    def is_pausing(self) -> bool:
-        """Whether the next forward feeds nothing: to ask rows for candidates takes time, too."""
+    def is_pausing(self, rows: int) -> bool:
+        """Whether the next forward, of so many rows, feeds nothing: asking rows takes time, too.
+
+        With a quarter of the rows gone, columns are cheaper, and the pause is over.
+        """
+        if rows <= 0.75 * self._pause_rows:
+            self._pause = 0
         self._pause = max(0, self._pause - 1)
         return self._pause > 0
 
@@ -174,23 +183,23 @@ class Planner:
         rate = self._speedup * count / self._times.seconds(count, count)
         price = rate * self._slope(count, base)
         chosen = [choose(row, price) for row in rows]
-        ways = [
-            [masked for masked, _ in chosen],
-            [plain for _, plain in chosen],
-            [NO_CHOICE] * len(rows),
-        ]
+        ways = [[masked for masked, _ in chosen], [plain for _, plain in chosen]]
+        alone = self._times.seconds(count, base)
 
         def profit(choices: list[Choice]) -> float:
             columns = base + sum(len(c.plan.drafts) + c.plan.num_masks for c in choices)
-            return sum(c.gain for c in choices) - rate * self._times.seconds(count, columns)
+            cost = rate * (self._times.seconds(count, columns) - alone)
+            return sum(c.gain for c in choices) - _LEAST_RETURN * cost - _MARGIN * len(rows)
 
-        profits = [*map(profit, ways)]
-        profits[-1] += _MARGIN * len(rows)
-        best = profits.index(max(profits))
-        self._idle = self._idle + 1 if best == len(ways) - 1 else 0
+        best = max(ways, key=profit)
+        if profit(best) > 0:
+            self._idle, self._next_pause = 0, _PAUSES[0]
+            return [choice.plan for choice in best]
+        self._idle += 1
         if self._idle >= _PATIENCE:
-            self._idle, self._pause = 0, _PAUSE
-        return [choice.plan for choice in ways[best]]
+            self._idle, self._pause, self._pause_rows = 0, self._next_pause, count
+            self._next_pause = min(2 * self._next_pause, _PAUSES[1])
+        return [RowPlan()] * len(rows)
 
     def learn(self, plans: Sequence[RowPlan], committed: int) -> None:
         """Take in what a forward of these plans has committed, in all rows."""

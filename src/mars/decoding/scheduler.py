@@ -239,7 +239,7 @@ class Scheduler:
             return [None] * len(rows)
         if self._planner is None:
             self._planner = Planner(step_times(self._runner.model, self._max_rows))
-        if self._planner.is_pausing():
+        if self._planner.is_pausing(len(rows)):
             return [NOTHING if planned else None for planned in are_planned]
         pairs = zip(rows, are_planned, strict=True)
         return [row.candidate() if planned else None for row, planned in pairs]
