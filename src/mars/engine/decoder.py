@@ -213,11 +213,8 @@ def _has_fit_layers(model: PreTrainedModel) -> bool:
     for layer in decoder.layers:
         found = [layer.get_submodule(name) for name in _LINEARS]
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [
-            getattr(layer.self_attn, name)
-            for name in ("q_norm", "k_norm")
-            if hasattr(layer.self_attn, name)
-        ]
+        if hasattr(layer.self_attn, "q_norm"):
+            norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
         if not all(map(_is_of_transformers, (layer, layer.self_attn, layer.mlp))):
             return False
         if layer.mlp.gate_proj.out_features % _UNIT:
