@@ -27,6 +27,8 @@ _LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
+PHASES = ("linear layers", "attention", "output layer", "other")
+"""What the time of a forward goes into, in the order of decoder.c."""
 _UNIT = 32  # the feed-forward width must be a multiple
 
 
@@ -68,7 +70,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "limit", "first")),
         *((name, ctypes.c_void_p) for name in ("mask_index", "real_start", "mask_start", "output")),
-        *((name, ctypes.c_void_p) for name in ("hidden", "logits")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "spent")),
         *((name, ctypes.c_int64) for name in ("columns", "rows", "first_row", "cache_slots")),
         *((name, ctypes.c_int64) for name in ("outputs", "threads")),
     )
@@ -79,6 +81,9 @@ class FusedDecoder:
 
     Made by `FusedDecoder.of`; what happens to the model's weights, modules and hooks afterwards is
     not noticed.
+
+    Attributes:
+        spent: `array("q", [0] * len(PHASES))` to have nanoseconds per phase added to it, or None.
     """
 
     @classmethod
@@ -108,6 +113,7 @@ class FusedDecoder:
         # Packs what is new or changed; the second copy of the weights lives as long as the model.
         PackedLinears(model, *([] if adapter is None else [adapter]))
         self._point(model, adapter)
+        self.spent: array[int] | None = None
 
     def forward(
         self, columns: FlatColumns, first_row: int, cache: SlotCache
@@ -140,6 +146,7 @@ class FusedDecoder:
         step = _Step(
             *(x.buffer_info()[0] for x in (*pointers, *arrays)),
             *(hidden.data_ptr(), logits.data_ptr()),
+            None if self.spent is None else self.spent.buffer_info()[0],
             *(len(columns.token), len(columns.real_start) - 1, first_row, cache.num_slots + 1),
             *(count, torch.get_num_threads()),
         )

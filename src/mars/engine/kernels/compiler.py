@@ -14,7 +14,7 @@ from pathlib import Path
 from mars.default_model import cache_folder
 
 _NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c")
-_HEADER = Path(__file__).with_name("kernels.h")
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "barrier.h"))
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
 # -ffp-contract=off: which operations are fused is then the same for every number of rows.
@@ -60,7 +60,7 @@ def _compiled() -> Path:
     compiler = _find_compiler()
     if compiler is None:
         raise FileNotFoundError(f"no C compiler: none of {', '.join(_COMPILERS)}")
-    sources = [source.read_text() for source in (_HEADER, *_SOURCES)]
+    sources = [source.read_text() for source in (*_HEADERS, *_SOURCES)]
     parts = [*sources, compiler, _run(compiler, "--version"), *_FLAGS, _processor()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"mars-{name}.so"

@@ -17,6 +17,7 @@
 #include <omp.h>
 #endif
 
+#include "barrier.h"
 #include "kernels.h"
 
 enum { QUERY, KEY, VALUE, ATTENTION_OUTPUT, GATE, UP, DOWN, NUM_LINEARS };
@@ -49,8 +50,11 @@ struct step {
     const int64_t *real_start, *mask_start; /* rows + 1: where the columns of a row begin */
     const int64_t *output;      /* columns whose logits are wanted */
     bf16 *hidden, *logits;      /* of these: x D, x V */
+    int64_t *spent;             /* nanoseconds of each phase, added to; NULL: nobody asks */
     int64_t columns, rows, first_row, cache_slots, outputs, threads;
 };
+
+enum { LINEAR, ATTENTION, HEAD, OTHER }; /* phases */
 
 /* Numbers between rows of scratch: whole cache lines, that do not compete for places in a cache. */
 static int64_t spaced(int64_t width) {
@@ -160,6 +164,7 @@ static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y
 
 /* What lies between the threads of a call. */
 struct shared {
+    struct barrier barrier;
     bf16 *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
     bf16 *inner[NUM_LINEARS]; /* of LoRA: N x its rank, filled up; NULL without masks */
     uint8_t *visible;   /* N x visible_stride */
@@ -171,14 +176,15 @@ struct shared {
 #define SHARE(total, begin, end) \
     const int64_t begin = (total) * thread / threads, end = (total) * (thread + 1) / threads
 
-#ifdef _OPENMP
-#define WAIT _Pragma("omp barrier")
-#else
-#define WAIT
-#endif
+#define WAIT wait_at(&h->barrier, threads);
+
+/* Wait; what has passed since the last time was for `phase`. Needs `s`, `thread` and `clock`. */
+#define WAIT_AFTER(phase) \
+    WAIT \
+    if (s->spent && !thread) clock = note(s->spent + phase, clock);
 
 /* Start: embed tokens, and note who sees what. */
-static void embed(const struct decoder *m, const struct step *s, const struct shared *h,
+static void embed(const struct decoder *m, const struct step *s, struct shared *h,
                   int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) {
         const bf16 *from = m->embedding + s->token[n] * m->width;
@@ -193,7 +199,7 @@ static void embed(const struct decoder *m, const struct step *s, const struct sh
 }
 
 /* Queries, keys and values of some columns: norm, rotation, and into the cache. */
-static void place_heads(const struct decoder *m, const struct step *s, const struct shared *h,
+static void place_heads(const struct decoder *m, const struct step *s, struct shared *h,
                         const int64_t *row_of, int64_t layer, int64_t begin, int64_t end) {
     const struct block *b = m->blocks + layer;
     const int64_t width = m->head_width, cached = s->cache_slots * width;
@@ -217,7 +223,7 @@ static void place_heads(const struct decoder *m, const struct step *s, const str
 }
 
 /* The attention tasks of one thread: every so many-th of all. */
-static void attend_share(const struct decoder *m, const struct step *s, const struct shared *h,
+static void attend_share(const struct decoder *m, const struct step *s, struct shared *h,
                          int64_t layer, int64_t thread, int64_t threads) {
     const int64_t width = m->head_width, cached = s->cache_slots * width;
     int64_t task = 0;
@@ -251,7 +257,7 @@ static void attend_share(const struct decoder *m, const struct step *s, const st
 }
 
 /* x += layer(input), a share of the outputs. */
-static void add_layer(const struct decoder *m, const struct step *s, const struct shared *h,
+static void add_layer(const struct decoder *m, const struct step *s, struct shared *h,
                       const struct block *b, int which, const bf16 *input, int64_t stride,
                       int64_t thread, int64_t threads) {
     const struct linear *l = b->linears + which;
@@ -268,7 +274,7 @@ static void add_layer(const struct decoder *m, const struct step *s, const struc
 }
 
 /* The input of some layers: x, normalised, and what their LoRA makes of it; for some columns. */
-static void prepare(const struct decoder *m, const struct shared *h, const struct block *b,
+static void prepare(const struct decoder *m, struct shared *h, const struct block *b,
                     const bf16 *norm, int which, int last, int64_t begin, int64_t end) {
     const int64_t stride = spaced(m->width);
     for (int64_t n = begin; n < end; n++)
@@ -279,15 +285,16 @@ static void prepare(const struct decoder *m, const struct shared *h, const struc
                        end);
 }
 
-static void run_block(const struct decoder *m, const struct step *s, const struct shared *h,
-                      const int64_t *row_of, int64_t layer, int64_t thread, int64_t threads) {
+static int64_t run_block(const struct decoder *m, const struct step *s, struct shared *h,
+                         const int64_t *row_of, int64_t layer, int64_t thread, int64_t threads,
+                         int64_t clock) {
     const struct block *b = m->blocks + layer;
     const struct linear *l = b->linears;
     const int64_t columns = s->columns, stride = spaced(m->width), inner = spaced(m->inner);
     SHARE(columns, begin, end);
     /* 1. Attention. */
     prepare(m, h, b, b->attention_norm, QUERY, VALUE, begin, end);
-    WAIT
+    WAIT_AFTER(OTHER)
     bf16 *outputs[] = {h->query, h->key, h->value};
     int64_t total = 0, before = 0;
     for (int i = QUERY; i <= VALUE; i++) total += num_blocks(l[i].main);
@@ -298,25 +305,26 @@ static void run_block(const struct decoder *m, const struct step *s, const struc
               from < 0 ? 0 : from, to < num ? to : num);
         before += num;
     }
-    WAIT
+    WAIT_AFTER(LINEAR)
     place_heads(m, s, h, row_of, layer, begin, end);
-    WAIT
+    WAIT_AFTER(OTHER)
     attend_share(m, s, h, layer, thread, threads);
-    WAIT
+    WAIT_AFTER(ATTENTION)
     add_layer(m, s, h, b, ATTENTION_OUTPUT, h->attended, m->heads * m->head_width, thread, threads);
-    WAIT
+    WAIT_AFTER(LINEAR)
     /* 2. Feed forward. */
     prepare(m, h, b, b->mlp_norm, GATE, UP, begin, end);
-    WAIT
+    WAIT_AFTER(OTHER)
     SHARE(num_blocks(l[GATE].main), head, tail);
     apply(l + GATE, h->normed, stride, h->gate, inner, columns, h->inner[GATE], head, tail);
     apply(l + UP, h->normed, stride, h->up, inner, columns, h->inner[UP], head, tail);
     for (int64_t n = 0; n < columns; n++)
         gate(h->gate + n * inner + head * BLOCK, h->up + n * inner + head * BLOCK,
              (tail - head) * BLOCK);
-    WAIT
+    WAIT_AFTER(LINEAR)
     add_layer(m, s, h, b, DOWN, h->gate, inner, thread, threads);
-    WAIT
+    WAIT_AFTER(LINEAR)
+    return clock;
 }
 
 /* The filled-up rank of LoRA; 0: no masks, or no layer has it. */
@@ -332,20 +340,20 @@ static int64_t lora_rank(const struct decoder *m, int64_t masks) {
 
 int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     const int64_t columns = s->columns, num_real = s->real_start[s->rows];
-    struct shared h = {.num_real = num_real};
+    struct shared all = {.num_real = num_real}, *h = &all;
     /* 1. Scratch, in one piece; sizes in numbers of two bytes. */
     int64_t slots = 1;
     for (int64_t n = 0; n < columns; n++) {
         slots = s->slot[n] + 1 > slots ? s->slot[n] + 1 : slots;
         slots = s->limit[n] > slots ? s->limit[n] : slots;
     }
-    h.visible_stride = round_up(slots, 64);
+    h->visible_stride = round_up(slots, 64);
     const int64_t kv = m->kv_heads * m->head_width, queries = m->heads * m->head_width;
     const int64_t rank = lora_rank(m, columns - num_real), wide = spaced(m->inner);
     const int64_t sizes[] = {
         columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
         columns * queries, columns * wide, columns * wide, columns * m->width,
-        columns * h.visible_stride / 2, columns * 4, columns * 4, NUM_LINEARS * columns * rank,
+        columns * h->visible_stride / 2, columns * 4, columns * 4, NUM_LINEARS * columns * rank,
     };
     enum { PARTS = sizeof sizes / sizeof *sizes };
     bf16 *parts[PARTS];
@@ -355,17 +363,17 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     if (!memory) return 1;
     for (int64_t i = 0, start = 0; i < PARTS; start += round_up(sizes[i], BLOCK) + BLOCK, i++)
         parts[i] = memory + start;
-    h.x = parts[0], h.normed = parts[1], h.query = parts[2], h.key = parts[3], h.value = parts[4];
-    h.attended = parts[5], h.gate = parts[6], h.up = parts[7], h.output = parts[8];
-    h.visible = (uint8_t *)parts[9];
-    h.columns = (int64_t *)parts[10];
+    h->x = parts[0], h->normed = parts[1], h->query = parts[2], h->key = parts[3], h->value = parts[4];
+    h->attended = parts[5], h->gate = parts[6], h->up = parts[7], h->output = parts[8];
+    h->visible = (uint8_t *)parts[9];
+    h->columns = (int64_t *)parts[10];
     int64_t *row_of = (int64_t *)parts[11];
     memset(parts[12], 0, NUM_LINEARS * columns * rank * sizeof *memory);
-    for (int i = 0; i < NUM_LINEARS && rank; i++) h.inner[i] = parts[12] + i * columns * rank;
+    for (int i = 0; i < NUM_LINEARS && rank; i++) h->inner[i] = parts[12] + i * columns * rank;
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
-        for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h.columns[i++] = n;
-        for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h.columns[i++] = n;
+        for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h->columns[i++] = n;
+        for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h->columns[i++] = n;
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) row_of[n] = s->first_row + r;
         for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) row_of[n] = s->first_row + r;
     }
@@ -376,20 +384,22 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
 #ifdef _OPENMP
         thread = omp_get_thread_num(), threads = omp_get_num_threads();
 #endif
+        int64_t clock = s->spent && !thread ? note(NULL, 0) : 0;
         SHARE(columns, begin, end);
-        embed(m, s, &h, begin, end);
-        WAIT
+        embed(m, s, h, begin, end);
+        WAIT_AFTER(OTHER)
         for (int64_t layer = 0; layer < m->num_blocks; layer++)
-            run_block(m, s, &h, row_of, layer, thread, threads);
+            clock = run_block(m, s, h, row_of, layer, thread, threads, clock);
         /* 4. Logits. */
         SHARE(s->outputs, top, bottom);
         for (int64_t i = top; i < bottom; i++)
-            normalise(s->hidden + i * m->width, h.x + s->output[i] * m->width, m->final_norm,
+            normalise(s->hidden + i * m->width, h->x + s->output[i] * m->width, m->final_norm,
                       m->width, m->epsilon);
-        WAIT
+        WAIT_AFTER(OTHER)
         SHARE(num_blocks(m->head), first, last);
         linear_blocks(m->head, NULL, s->hidden, m->width, s->logits, m->head->outputs, s->outputs, first,
                       last);
+        WAIT_AFTER(HEAD)
     }
     free(memory);
     return 0;
