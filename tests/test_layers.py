@@ -36,6 +36,7 @@ LAYERS = {
     "mars.engine.kernels": 2,
     "mars.decoding": 4,
     "mars.data": 4,
+    "mars.baselines": 5,
     "mars.evaluation": 5,
     "mars.distill": 5,
     "mars.serving": 5,

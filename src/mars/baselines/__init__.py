@@ -1,0 +1,1 @@
+"""Methods of others, on our engine, to compare with."""
