@@ -8,20 +8,17 @@ that noise of the machine hits all of them, and ratios are medians over the grou
 """
 
 import argparse
-import gzip
 import json
 import statistics
 from pathlib import Path
 
+from prompts import read_prompts, spread
 from ways import Tally, measure_decoding, median_ratio, ours, theirs
 
 from mars import load
 from mars.evaluation.agreement import agreement
 from mars.evaluation.drafts import acceptance_by_offset, calibration_error
 from mars.evaluation.environment import describe_environment
-
-COMPLETE = "Complete the following Python function.\n\n```python\n{code}\n```"
-CHAT_PROMPTS = 60
 
 # Options of each way; those of `transformers` start with hf.
 WAYS = {
@@ -37,25 +34,6 @@ WAYS = {
     "linear-no-ngram": {"layout": "linear", "ngram": False},
     "ngram-only": {"window": 0},
 }
-
-
-def read_prompts(folder: Path) -> dict[str, list[str]]:
-    """Return the evaluation prompts by set."""
-    maths = [json.loads(line) for line in (folder / "gsm8k_test.jsonl").open()]
-    with gzip.open(folder / "HumanEval.jsonl.gz", "rt") as file:
-        code = [json.loads(line) for line in file]
-    everyday = [json.loads(line) for line in (folder / "user_oriented_instructions.jsonl").open()][
-        -CHAT_PROMPTS:
-    ]
-    chat = []
-    for record in everyday:
-        given = record["instances"][0]["input"].strip()
-        chat.append(f"{record['instruction']}\n\n{given}" if given else record["instruction"])
-    return {
-        "gsm8k": [record["question"] for record in maths],
-        "humaneval": [COMPLETE.format(code=record["prompt"].rstrip()) for record in code],
-        "chat": chat,
-    }
 
 
 def summarise(tallies: dict[str, Tally]) -> list[dict]:
@@ -105,8 +83,7 @@ def main() -> None:
     for name, prompts in read_prompts(args.data).items():
         if name not in args.sets:
             continue
-        count = min(args.prompts, len(prompts))
-        chosen = [prompts[i * len(prompts) // count] for i in range(count)]
+        chosen = spread(prompts, min(args.prompts, len(prompts)))
         ways = {}
         for way in args.ways:
             options = dict(WAYS[way])

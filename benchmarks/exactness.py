@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from exact import read_prompts
+from prompts import read_prompts
 
 from mars import load
 from mars.checkpoint import Checkpoint

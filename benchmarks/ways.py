@@ -3,7 +3,7 @@
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from mars import generate
@@ -29,7 +29,18 @@ class Tally:
 
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
     """Median over the groups of the ratio within a group."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(ratios(ours, theirs))
+
+
+def ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    """Return the ratio within every group."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def cut_at_end(token_ids: list[int], end_ids: Container[int]) -> list[int]:
+    """Return the tokens up to the first that ends the text, which is kept."""
+    end = next((i + 1 for i, token in enumerate(token_ids) if token in end_ids), None)
+    return token_ids[:end]
 
 
 def ours(checkpoint: Checkpoint, batch_size: int, max_new_tokens: int, **options) -> Callable:
@@ -70,12 +81,10 @@ def theirs(checkpoint: Checkpoint, batch_size: int, max_new_tokens: int, **optio
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, **options
             )
             for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-                end = next(
-                    (i + 1 for i, t in enumerate(row) if t in checkpoint.eos_token_ids), None
-                )
-                tokens += len(row[:end])
-                tally.token_ids.append(row[:end])
-                tally.answers.append(tokenizer.decode(row[:end], skip_special_tokens=True))
+                answer = cut_at_end(row, checkpoint.eos_token_ids)
+                tokens += len(answer)
+                tally.token_ids.append(answer)
+                tally.answers.append(tokenizer.decode(answer, skip_special_tokens=True))
         tally.seconds.append(time.perf_counter() - started)
         tally.tokens.append(tokens)
 

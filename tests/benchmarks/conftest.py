@@ -1,0 +1,6 @@
+"""The benchmarks are scripts: their folder must be on the path."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
