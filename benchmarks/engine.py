@@ -149,6 +149,7 @@ class Benchmark:
         self._args = args
         self._prompts = read_prompts(args.data)
         self._ids: dict[str, list[list[int]]] = {}
+        self._context = 0  # of the longest prompt and answer
 
     def run(self, store: Store) -> None:
         """Measure what the store lacks."""
@@ -186,16 +187,20 @@ class Benchmark:
             "dtype": dtype,
             "gguf": args.gguf,
             "llama_python": args.llama_python,
+            "context": self._context,
         }
 
     def _groups(self, bench: Workbench, name: str, batch_size: int) -> list[list[list[int]]]:
         """Return groups of prompts of a set, as token ids."""
-        source = SETS[name].source
-        if source not in self._ids:
+        for source in {SETS[name].source for name in self._args.sets} - set(self._ids):
             texts = self._prompts[source]
-            self._ids[source] = [encode(bench.stock.tokenizer, text) for text in texts]
+            self._ids[source] = ids = [encode(bench.stock.tokenizer, text) for text in texts]
+            longest = max(map(len, ids)) + self._args.max_new_tokens
+            self._context = max(self._context, longest)
+        bench.context = self._context
         batches = -(-self._args.group_prompts // batch_size)
-        return groups_of(self._ids[source], self._args.groups, batches * batch_size)
+        ids = self._ids[SETS[name].source]
+        return groups_of(ids, self._args.groups, batches * batch_size)
 
     def _speed(self, bench: Workbench, name: str, batch_size: int) -> dict[str, Any]:
         wanted = SETS[name]

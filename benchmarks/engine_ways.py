@@ -74,12 +74,13 @@ class Workbench:
         dtype: str,
         gguf: Path | None = None,
         llama_python: str = sys.executable,
-        context: int = 2048,
+        context: int = 0,
     ) -> None:
-        """Take names of models; `context` is what llama.cpp makes room for."""
+        """Take names of models; `context` is what llama.cpp makes room for, in tokens."""
+        self.context = context
         self._names = {"name": model, "dtype": dtype}
         self._adapter = adapter
-        self._gguf, self._llama_python, self._context = gguf, llama_python, context
+        self._gguf, self._llama_python = gguf, llama_python
 
     @cached_property
     def ours(self) -> Checkpoint:
@@ -93,14 +94,14 @@ class Workbench:
 
     @cached_property
     def llama(self) -> LlamaProcess:
-        """The program llama.cpp in its own interpreter."""
+        """The program llama.cpp in its own interpreter; its `context` is the one of now."""
         if self._gguf is None:
             raise SystemExit(f"The way {LLAMA} needs --gguf FILE.")
         return LlamaProcess(
             self._gguf,
             python=self._llama_python,
             threads=torch.get_num_threads(),
-            context=self._context,
+            context=self.context,
         )
 
     def way(self, name: str, **options: Any) -> Run:
