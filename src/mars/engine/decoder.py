@@ -8,8 +8,10 @@ Shapes: N columns of all rows, without padding; O of them with outputs; D width,
 
 import ctypes
 from array import array
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from transformers import PreTrainedModel
 from mars.decoding.plan import FlatColumns
 from mars.engine.cache import SlotCache
 from mars.engine.kernels.compiler import load_kernels
-from mars.engine.kernels.linear import PackedLinears, linear_path, packed_layer
+from mars.engine.kernels.linear import PackedLinears, PackedSample, linear_path, packed_layer
 from mars.gated import GatedAdapter, attached_adapter
 
 # Their layers are the same but for biases and norms of heads, which are looked for.
@@ -29,6 +31,7 @@ _LINEARS = (
 )
 PHASES = ("linear layers", "attention", "output layer", "other")
 """What the time of a forward goes into, in the order of decoder.c."""
+_decoders: WeakKeyDictionary[PreTrainedModel, "FusedDecoder"] = WeakKeyDictionary()  # the latest
 _UNIT = 32  # the feed-forward width must be a multiple
 
 
@@ -79,8 +82,8 @@ class _Step(ctypes.Structure):
 class FusedDecoder:
     """The weights of a model, as `decoder.c` reads them. They stay the model's own.
 
-    Made by `FusedDecoder.of`; what happens to the model's weights, modules and hooks afterwards is
-    not noticed.
+    Made by `FusedDecoder.of`, which returns the same one again while nothing has changed. In
+    between it does not notice what happens to the model's weights, modules and hooks.
 
     Attributes:
         spent: `array("q", [0] * len(PHASES))` to have nanoseconds per phase added to it, or None.
@@ -94,8 +97,14 @@ class FusedDecoder:
         modules that were replaced, or hooks that must fire.
         """
         adapter = attached_adapter(model)
-        fits = linear_path() and _is_fit(model, adapter)
-        return cls(model, adapter, max_positions) if fits else None
+        state = _state(model, adapter)
+        known = _decoders.get(model)
+        if known is not None and known.is_for(state, max_positions):
+            return known
+        if not linear_path() or not _is_fit(model, adapter):
+            return None
+        made = _decoders[model] = cls(model, adapter, max_positions)
+        return made
 
     def __init__(
         self, model: PreTrainedModel, adapter: GatedAdapter | None, max_positions: int
@@ -113,7 +122,14 @@ class FusedDecoder:
         # Packs what is new or changed; the second copy of the weights lives as long as the model.
         PackedLinears(model, *([] if adapter is None else [adapter]))
         self._point(model, adapter)
+        self._sample = PackedSample(_linears_of(model, adapter))
+        self._state = _state(model, adapter)
         self.spent: array[int] | None = None
+
+    def is_for(self, state: Sequence[int], max_positions: int) -> bool:
+        """Whether it serves a model in this state (`_state`), for positions below the given one."""
+        fits = max_positions <= len(self._rotation[0]) and state == self._state
+        return fits and self._sample.is_equal()
 
     def forward(
         self, columns: FlatColumns, first_row: int, cache: SlotCache
@@ -194,6 +210,27 @@ class FusedDecoder:
             epsilon=decoder.norm.variance_epsilon,
             scale=decoder.layers[0].self_attn.scaling,
         )
+
+
+def _state(model: PreTrainedModel, adapter: GatedAdapter | None) -> list[int]:
+    """Return what a decoder of the model depends on, as far as torch tells of changes."""
+    state = [linear_path(), id(adapter)]
+    for module in chain(model.modules(), adapter.modules() if adapter else ()):
+        own = vars(module)
+        hooks = *own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()
+        state += id(module), module.training, "forward" in own, *map(id, hooks)
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                state += weight.data_ptr(), weight._version
+    return state
+
+
+def _linears_of(model: PreTrainedModel, adapter: GatedAdapter | None) -> list[nn.Linear]:
+    decoder: Any = model.get_decoder()
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    found = [layer.get_submodule(name) for layer in decoder.layers for name in _LINEARS]
+    return [head, *found, *(x for _, ab in (adapter.layers() if adapter else ()) for x in ab)]
 
 
 def _is_fit(model: PreTrainedModel, adapter: GatedAdapter | None) -> bool:

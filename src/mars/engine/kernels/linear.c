@@ -50,16 +50,21 @@ void mars_linear_pack(bf16 *to, const bf16 *weight, int64_t outputs, int64_t inp
     }
 }
 
-/* Whether a sample of the weights still equals the packed ones: one number of each of 64 rows. */
-int64_t mars_linear_is_packed(const bf16 *packed, const bf16 *weight, int64_t outputs,
-                              int64_t inputs, int64_t stride) {
-    const int64_t padded = round_up(inputs, BLOCK), step = (outputs + 63) / 64;
-    int64_t differences = 0;
-    for (int64_t n = 0, k = 0; n < outputs; n += step, k = (k + 101) % inputs) {
-        const bf16 *block = packed + n / BLOCK * BLOCK * padded;
-        differences += block[k / 2 * 2 * BLOCK + n % BLOCK * 2 + k % 2] != weight[n * stride + k];
+/* Whether a sample of each layer's weights still equals the packed ones: eight numbers of a row, so
+   that few pages of weights that were let go come back. */
+int64_t mars_linear_are_packed(const struct layer *const *layers, const bf16 *const *weights,
+                               const int64_t *strides, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const struct layer *l = layers[i];
+        const int64_t n = l->outputs / 2;
+        const bf16 *row = weights[i] + n * strides[i];
+        const bf16 *block = l->weight + n / BLOCK * BLOCK * round_up(l->inputs, BLOCK);
+        for (int64_t j = 0; j < 8; j++) {
+            const int64_t k = (2 * j + 1) * l->inputs / 16;
+            if (block[k / 2 * 2 * BLOCK + n % BLOCK * 2 + k % 2] != row[k]) return 0;
+        }
     }
-    return differences == 0;
+    return 1;
 }
 
 /* Ask for large pages before the memory is touched. */
@@ -68,6 +73,17 @@ void mars_linear_advise(void *memory, int64_t bytes) {
     const uintptr_t page = 1 << 21, start = ((uintptr_t)memory + page - 1) / page * page;
     const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
     if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+/* Let the pages of a mapped file go; they come back when they are read. Changed ones stay. */
+void mars_linear_let_go(const void *memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_PAGEOUT)
+    const uintptr_t page = 1 << 12, start = ((uintptr_t)memory + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
+    if (end > start) madvise((void *)start, end - start, MADV_PAGEOUT);
 #else
     (void)memory, (void)bytes;
 #endif

@@ -2,14 +2,18 @@
 
 `PackedLinears` runs the `nn.Linear` layers of a stock model through `linear.c` inside a `with`
 block and leaves no trace in the model. The weights exist twice then: as the model's parameters and
-packed, in the order in which the kernel reads them.
+packed, in the order in which the kernel reads them. Parameters that are a mapped file, as those of
+a model loaded in the precision of its file, need no memory once they are packed: their pages are
+given back to the system, which reads them again when somebody wants them.
 """
 
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -50,8 +54,9 @@ class PackedLinears:
     Layers of exactly the type `nn.Linear`, on the CPU and in bf16, whose forward nobody has
     replaced, are packed here, once each; the others are left alone, and all of them where there is
     no kernel. Forward hooks fire as ever. A layer whose weight has been changed in place or
-    replaced is packed again when it is called; a change through `.data`, of which torch does not
-    tell, is noticed (by samples) when the next `PackedLinears` of the model is made.
+    replaced is packed again when it is called. A change through `.data`, of which torch does not
+    tell, is looked for when the next `PackedLinears` of the model is made, in eight weights of
+    every layer: if one differs, all layers are packed again.
 
     One thread at a time may be inside the block of a model. Calls of other threads, and calls with
     gradient, work as always.
@@ -66,9 +71,7 @@ class PackedLinears:
         modules = chain.from_iterable(model.modules() for model in models)
         layers = [m for m in modules if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)]
         with _first_packing:
-            found = [_packed.get(layer) for layer in layers]
-            pairs = zip(layers, found, strict=True)
-            _pack([m for m, p in pairs if p is None or not p.is_current(m, path)], path)
+            _pack(_stale(layers, path), path)
             self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in layers]
 
     def __enter__(self) -> Self:
@@ -169,19 +172,32 @@ class _Packed:
             self.sources = weight.detach(), None if bias is None else bias.detach()
         return True
 
+    def is_of(self, layer: nn.Linear, path: int) -> bool:
+        """Whether these are the weights of the layer, as far as torch tells, for this path."""
+        fits = layer.weight.shape == (self.outputs, self.inputs) and self.layer.path == path
+        return fits and self.is_untouched(layer)
+
     def is_untouched(self, layer: nn.Linear) -> bool:
         """Look at what torch tells of changes."""
         weight = layer.weight
         return self.address == weight.data_ptr() and self.version == weight._version
 
-    def is_current(self, layer: nn.Linear, path: int) -> bool:
-        """Look closely: at up to 64 weights too."""
-        weight = layer.weight
-        if weight.shape != (self.outputs, self.inputs) or self.layer.path != path:
-            return False
-        sizes = self.outputs, self.inputs, weight.stride(0)
-        equal = _kernels().mars_linear_is_packed(self.memory.data_ptr(), weight.data_ptr(), *sizes)
-        return bool(equal) and self.is_untouched(layer)
+
+class PackedSample:
+    """Some weights of packed layers, to see whether they have been changed behind torch's back."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """Look at layers that a `PackedLinears` has packed."""
+        found = [_packed[layer] for layer in layers]
+        self._structures = array("Q", [packed.structure for packed in found])
+        self._weights = array("Q", [packed.address for packed in found])
+        self._strides = array("q", [packed.sources[0].stride(0) for packed in found])
+
+    def is_equal(self) -> bool:
+        """Compare; the layers' weights must still be where they were."""
+        arrays = (self._structures, self._weights, self._strides)
+        pointers = (values.buffer_info()[0] for values in arrays)
+        return bool(_kernels().mars_linear_are_packed(*pointers, len(self._structures)))
 
 
 def _kernels() -> ctypes.CDLL:
@@ -214,6 +230,15 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _stale(layers: list[nn.Linear], path: int) -> list[nn.Linear]:
+    """Return the layers that must be packed, anew or again."""
+    known = [layer for layer in layers if layer in _packed]
+    kept = [layer for layer in known if _packed[layer].is_of(layer, path)]
+    if not PackedSample(kept).is_equal():
+        return layers
+    return [layer for layer in layers if layer not in set(kept)]
+
+
 def _pack(layers: list[nn.Linear], path: int) -> None:
     """Pack layers into one stretch of memory: with large pages it is read a quarter faster."""
     if not layers:
@@ -223,8 +248,22 @@ def _pack(layers: list[nn.Linear], path: int) -> None:
     start = -memory.data_ptr() % _LARGE_PAGE
     memory = memory[start : start + 2 * sum(sizes)].view(torch.bfloat16)
     want_large_pages(memory)
+    files = _mapped_files()
     for layer, stretch in zip(layers, memory.split(sizes), strict=True):
         _packed[layer] = _Packed(layer, stretch, path)
+        start = layer.weight.data_ptr()
+        if any(first <= start < end for first, end in files):
+            _kernels().mars_linear_let_go(start, layer.weight.nbytes)
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Return where files lie in this process's memory, from and to; where Linux tells."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    ranges = [line.split()[0].split("-") for line in lines if len(line.split()) > 5 and "/" in line]
+    return [(int(first, 16), int(end, 16)) for first, end in ranges]
 
 
 def _round_up(number: int) -> int:

@@ -1,0 +1,133 @@
+"""The decoder of a model is made once, and again after every change."""
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mars.decoding.plan import RowPlan
+from mars.engine.decoder import FusedDecoder
+from mars.engine.kernels.linear import _mapped_files
+from mars.engine.runner import Runner
+from tests.engine.test_decoder import add_adapter, bf16_model, needs_kernel, tokens_of
+
+pytestmark = needs_kernel
+POSITIONS = 128
+
+
+def decoder_of(model: PreTrainedModel, positions: int = POSITIONS) -> FusedDecoder:
+    decoder = FusedDecoder.of(model, positions)
+    assert decoder is not None
+    return decoder
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    runner = Runner(model, num_rows=1, max_positions=POSITIONS)
+    runner.add_row()
+    return runner.forward(0, [tokens_of(0)], [RowPlan()])[0]
+
+
+def test_it_is_made_once_for_as_many_positions_or_fewer() -> None:
+    model = bf16_model()
+    decoder = decoder_of(model)
+    assert decoder_of(model) is decoder
+    assert decoder_of(model, POSITIONS - 1) is decoder
+    assert decoder_of(model, POSITIONS + 1) is not decoder
+
+
+CHANGES = {
+    "in place": lambda weight: weight.mul_(2),
+    "behind torch's back": lambda weight: weight.data.mul_(2),
+    "replaced": lambda weight: setattr(weight, "data", 2 * weight.data),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["layers.1.mlp.down_proj", "layers.0.self_attn.q_proj"])
+def test_changed_weights_are_seen(change: str, name: str) -> None:
+    model, fresh = bf16_model(), bf16_model()
+    before = logits_of(model)
+    with torch.no_grad():
+        for changed in (model, fresh):
+            CHANGES[change](changed.model.get_submodule(name).weight)
+    after = logits_of(model)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, logits_of(fresh))
+
+
+def test_one_change_that_torch_does_not_tell_has_all_layers_packed_again() -> None:
+    model, fresh = bf16_model(), bf16_model()
+    logits_of(model)
+    for changed in (model, fresh):
+        layers = changed.model.layers
+        layers[0].mlp.up_proj.weight.data.neg_()
+        # Not among the eight weights that are looked at.
+        layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    assert torch.equal(logits_of(model), logits_of(fresh))
+
+
+def test_an_adapter_and_its_changes_are_seen() -> None:
+    model = bf16_model()
+    bare = decoder_of(model)
+    adapter = add_adapter(model)
+    adapted = decoder_of(model)
+    assert adapted is not bare
+    assert decoder_of(model) is adapted
+    with torch.no_grad():
+        next(adapter.layers())[1][0].weight.neg_()
+    assert decoder_of(model) is not adapted
+
+
+def test_hooks_and_training_are_seen() -> None:
+    model = bf16_model()
+    decoder = decoder_of(model)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert FusedDecoder.of(model, POSITIONS) is None
+    handle.remove()
+    assert decoder_of(model) is decoder
+    model.train()
+    assert FusedDecoder.of(model, POSITIONS) is None
+
+
+def test_a_model_is_forgotten_with_its_decoder() -> None:
+    model = bf16_model()
+    adapter = add_adapter(model)
+    seen = weakref.ref(model)
+    decoder_of(model)
+    del model, adapter
+    gc.collect()
+    assert seen() is None
+
+
+def resident_kilobytes(address: int) -> int:
+    """How much of the mapping at an address is in memory."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key = line.split()[0]
+        if "-" in key and not key.endswith(":"):
+            first, end = (int(number, 16) for number in key.split("-"))
+            inside = first <= address < end
+        elif inside and key == "Rss:":
+            return int(line.split()[1])
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.skipif(not _mapped_files(), reason="this system does not tell what is mapped")
+def test_pages_of_a_weight_file_are_given_back(tmp_path: Path) -> None:
+    saved = bf16_model(hidden_size=960, intermediate_size=4096, tie_word_embeddings=False)
+    saved.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert any(first <= weight.data_ptr() < end for first, end in _mapped_files())
+    size = sum(parameter.nbytes for parameter in model.parameters()) // 1024
+    assert sum(float(p.sum()) for p in model.parameters()) != 0  # now they are in memory
+    assert resident_kilobytes(weight.data_ptr()) > 0.9 * size
+    logits = logits_of(model)
+    assert resident_kilobytes(weight.data_ptr()) < 0.3 * size
+    assert torch.equal(logits, logits_of(copy.deepcopy(model)))
+    for loaded, own in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(loaded, own)
