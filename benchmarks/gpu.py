@@ -9,7 +9,7 @@ matters; which drafts are right is replayed from answers of the default model
 (benchmarks/replay.py). Ways take turns: every round runs each of them once at every batch size, so
 ratios compare runs of the same round. What no longer fits into the time is skipped and listed.
 OUT gets gpu.json and gpu.md; both are rewritten after every cell, so what was measured survives
-whatever stops the script. Exit status 1: something was not exact in float32.
+whatever stops the script. Exit status 1: something was not exact in float32, or has failed.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,7 +33,8 @@ from gpu_ways import COMPILED, FORWARD_COLUMNS, WAYS, Run, forward_seconds, serv
 from record_acceptance import DEFAULT_FILE
 from replay import Trace, read_traces
 
-from mars.engine.step_times import step_times
+from mars.decoding import scheduler
+from mars.engine.step_times import StepTimes
 
 QUICK = {
     "shapes": ["tiny"],
@@ -75,7 +77,8 @@ class Session:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self.report.failed.append({"stage": stage, **labels, "error": reason})
             result = None
-        release(self.device)
+        if stage != "run" or result is None:  # runs find the memory of the last one, as in use
+            release(self.device)
         seconds = time.perf_counter() - start
         self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
         self.report.seconds = time.perf_counter() - self._start
@@ -113,17 +116,19 @@ def check_shape(session: Session, shape: str, dtype: torch.dtype) -> None:
     session.attempt("exactness", work, shape=f"{shape} {str(dtype).removeprefix('torch.')}")
 
 
-def measure_costs(session: Session, subject: Subject) -> None:
-    """Time bare forwards, and let the planner do it its own way."""
+def measure_costs(session: Session, subject: Subject, traces: Sequence[Trace]) -> None:
+    """Let the planner find out what steps cost, and time bare forwards beside it."""
     batches = session.args.batches
 
     def table() -> None:
         start = time.perf_counter()
-        times = step_times(subject.model, max(batches))
+        with planner_times() as found:
+            rows = max(batches)
+            WAYS["exact"](subject, [traces[i % len(traces)] for i in range(rows)], WARM_UP_TOKENS)
         session.report.planner[subject.name] = {
             "seconds_to_measure": time.perf_counter() - start,
             "seconds": [
-                [times.seconds(rows, rows * columns) for columns in FORWARD_COLUMNS]
+                [found[-1].seconds(rows, rows * columns) for columns in FORWARD_COLUMNS]
                 for rows in batches
             ],
         }
@@ -136,6 +141,22 @@ def measure_costs(session: Session, subject: Subject) -> None:
 
     session.attempt("table", table, shape=subject.name)
     session.attempt("forwards", forwards, shape=subject.name)
+
+
+@contextmanager
+def planner_times() -> Generator[list[StepTimes]]:
+    """Collect the tables that planners are made with inside the block."""
+    make, found = scheduler.step_times, []
+
+    def keep(*args: Any, **kwargs: Any) -> StepTimes:
+        found.append(make(*args, **kwargs))
+        return found[-1]
+
+    scheduler.step_times = keep
+    try:
+        yield found
+    finally:
+        scheduler.step_times = make
 
 
 def measure_way(
@@ -175,8 +196,9 @@ def measure(session: Session) -> None:
     subjects = []
     for shape in args.shapes:
         make = partial(qwen2_subject, shape, session.device, torch.bfloat16)
-        if (subject := session.attempt("model", make, shape=shape)) is not None:
-            measure_costs(session, subject)
+        subject = session.attempt("model", make, shape=shape, runs="all")
+        if subject is not None:
+            measure_costs(session, subject, traces)
             subjects.append(subject)
     for number, rows, subject, way in cells(args, subjects, session.device):
         if serves(way, rows):
@@ -222,7 +244,7 @@ def main() -> None:
         measure(session)
     report.save()
     print(report.markdown())
-    sys.exit(bool(report.inexact()))
+    sys.exit(bool(report.inexact() or report.failed))
 
 
 if __name__ == "__main__":
