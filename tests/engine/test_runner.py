@@ -114,6 +114,20 @@ def test_a_dropped_row_is_replaced_by_the_last(model: PreTrainedModel) -> None:
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
+def test_the_cache_does_not_grow_beyond_what_a_row_may_need(model: PreTrainedModel) -> None:
+    runner = Runner(model, num_rows=3, max_positions=1000, mask_token_id=MASK)
+    runner.add_row(90)
+    for length in range(10, 91, 10):
+        masks_only(runner, 0, [random_tokens(length)], 0)
+    assert runner.cache.num_slots == 90
+    runner.add_row(150)
+    masks_only(runner, 1, [random_tokens(100)], 0)
+    assert 100 <= runner.cache.num_slots <= 150
+    runner.add_row(2000)  # more than any may have
+    masks_only(runner, 2, [random_tokens(900)], 0)
+    assert runner.cache.num_slots <= 1000
+
+
 def test_the_only_cache_is_ours_and_no_larger_than_needed(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,8 +168,9 @@ class Scheduler:
             self._columns_read = 0
             return self._decide(0, first) if first else []
         while len(self._rows) < first + count:
+            request = self._waiting[0].request
             self._rows.append(self._row(self._waiting.popleft()))
-            self._runner.add_row()
+            self._runner.add_row(len(request.prompt_ids) + request.options.max_new_tokens)
         self._columns_read += count * width
         if self._num_unread(first) > self._prefill_chunk:
             self._read(first, count)

@@ -85,6 +85,7 @@ class Runner:
         self.cached: list[int] = []
         self.cache = SlotCache(num_rows, 0)
         self._max_positions = max_positions
+        self._most_slots = 0  # of any row so far
         self._mask = 0 if mask_token_id is None else mask_token_id
         self._chunk = prefill_chunk
         self._decoder = FusedDecoder.of(model, max_positions)
@@ -92,10 +93,15 @@ class Runner:
         modules = [] if self._decoder else [model, *([] if adapter is None else [adapter])]
         self._linears = PackedLinears(*modules)
 
-    def add_row(self) -> None:
-        """Open an empty row behind the others."""
+    def add_row(self, most: int | None = None) -> None:
+        """Open an empty row behind the others; it will have at most `most` tokens.
+
+        The cache grows by half at a time, but not beyond what a row may need.
+        """
         assert len(self.cached) < self.cache.num_rows
         self.cached.append(0)
+        most = self._max_positions if most is None else min(most, self._max_positions)
+        self._most_slots = max(self._most_slots, most)
 
     def drop_row(self, row: int) -> None:
         """Forget a row; the last row takes its number."""
@@ -232,4 +238,4 @@ class Runner:
     def _reserve(self, num_slots: int) -> None:
         if num_slots > self.cache.num_slots:
             wanted = max(num_slots + _SLACK_SLOTS, int(self.cache.num_slots * _GROWTH))
-            self.cache.reserve(max(num_slots, min(wanted, self._max_positions)))
+            self.cache.reserve(max(num_slots, min(wanted, self._most_slots)))
