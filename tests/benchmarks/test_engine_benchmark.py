@@ -211,6 +211,19 @@ def test_memory_of_a_cache_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| float32 | 2 | ar | 3 | - | - | - | - |" in markdown(cells)
 
 
+@pytest.mark.slow
+def test_memory_is_that_of_a_process_of_its_own() -> None:
+    settings = {"model": None, "adapter": "auto", "dtype": "bfloat16", "gguf": None}
+    job = engine_memory.Job(
+        workbench=settings, way="exact", threads=1, prompts=PROMPTS[:2], max_new_tokens=3
+    )
+    taken = engine_memory.measure_memory(job)
+    assert taken["peak_bytes"] > taken["weight_bytes"] > 2 * 134_000_000
+    # Two rows; 30 layers with 3 key-value heads of 64, bfloat16.
+    assert taken["rows_bytes"] == 2 * 9 * (30 * 2 * 3 * 64 * 2)
+    assert taken["cache_bytes"] >= taken["rows_bytes"] >= taken["text_bytes"]
+
+
 FAKE_LLAMA = """
 __version__ = "0.0"
 class Llama:
