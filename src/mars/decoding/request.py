@@ -50,6 +50,13 @@ class Request:
         return self.options.mode if has_drafts and not self.options.is_ar else "ar"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it verifies every draft, and asks for nothing but tokens, greedy or sampled."""
+        options = self.options
+        asks_more = options.has_penalties or options.logit_bias or options.logprobs is not None
+        return not asks_more and self.logits_hook is None and self.mode != "threshold"
+
+    @property
     def most_drafts(self) -> int:
         """Drafts that one forward commits at most."""
         if self.mode == "exact" and self.options.ngram:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
-from mars.decoding.greedy import decide_outputs
+from mars.decoding.plain import decide_outputs
 from mars.decoding.plan import RowPlan
 from mars.decoding.planner import NOTHING, Candidate, Planner
 from mars.decoding.request import Progress, Request

@@ -40,8 +40,8 @@ class StepParams:
     has_penalties: bool
     one_by_one: bool
     """Whether a column's logits depend on the tokens chosen before it."""
-    is_plain: bool
-    """Whether all rows are greedy, verify every draft, and ask for nothing else."""
+    are_plain: list[bool]
+    """Whether each row verifies every draft, and asks for nothing but tokens, greedy or sampled."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocabulary: int, device: torch.device) -> "StepParams":
@@ -63,8 +63,7 @@ class StepParams:
             num_logprobs=min(max(asked), vocabulary) if asked else None,
             has_penalties=has_penalties,
             one_by_one=has_penalties or has_hooks,
-            is_plain=not (has_penalties or has_hooks or metrics or asked)
-            and all(o.is_greedy and not o.logit_bias for o in options),
+            are_plain=[request.is_plain for request in requests],
         )
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from mars.decoding.plan import RowPlan
 from mars.default_model import cache_folder
-from mars.engine.kernels.decide import RowOutputs, decide_greedily
+from mars.engine.kernels.decide import RowOutputs, decide_rows
 from mars.engine.kernels.linear import linear_path
 from mars.engine.runner import FlatOutputs, Runner
 from mars.gated import attached_adapter, correction
@@ -123,7 +123,7 @@ class _Stopwatch:
             start = time.perf_counter()
             outputs = self._runner.run(0, tokens, [plan] * rows)
             if isinstance(outputs, FlatOutputs):
-                decide_greedily(
+                decide_rows(
                     outputs.logits_OV,
                     outputs.hidden_OD,
                     [RowOutputs(plan.drafts, plan.groups, plan.window)] * rows,

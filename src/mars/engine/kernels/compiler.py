@@ -13,8 +13,10 @@ from pathlib import Path
 
 from mars.default_model import cache_folder
 
-_NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c")
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "barrier.h"))
+_NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c", "sample.c")
+_HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.h", "barrier.h", "noise.h", "sample.h")
+)
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
 # -ffp-contract=off: which operations are fused is then the same for every number of rows.
@@ -29,6 +31,7 @@ _SIGNATURES = {
     "mars_linear_advise": (None, _POINTER, _INTEGER),
     "mars_linear_let_go": (None, _POINTER, _INTEGER),
     "mars_decide": (_INTEGER, _POINTER),
+    "mars_gumbel": (None, *[_POINTER] * 3, *[_INTEGER] * 4),
     "mars_decoder": (_INTEGER, _POINTER, _POINTER),
     "mars_linear_path": (_INTEGER, _INTEGER),
 }

@@ -1,5 +1,5 @@
-/* What one step says, for rows that are greedy and ask for nothing else: verify drafts, then read the
-   masks that stand behind the last right one. What `mars.decoding.step.decide` does for them.
+/* What one step says, for rows that ask for nothing but tokens: verify drafts, then read the masks
+   that stand behind the last right one. What `mars.decoding.step.decide` does for them.
 
    O outputs: of every row its last token and its drafts, row by row, then the masks, row by row.
    V vocabulary, D width, H width of the draft head, W masks per group. */
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels.h"
+#include "sample.h"
 
 enum { CANDIDATES = 32 }; /* among which the draft head chooses */
 enum { STRETCH = 128 };   /* of logits, with a maximum of its own */
@@ -26,6 +26,8 @@ struct decision {
     const int64_t *real_start, *mask_start;   /* rows + 1, into the outputs */
     const int64_t *drafts;                    /* of all rows */
     const int64_t *groups, *group_start, *window; /* accept lengths of all rows; rows + 1; rows */
+    const struct sampling *sampling;              /* rows, or NULL: all are greedy */
+    const int64_t *length;                        /* rows: committed tokens */
     int64_t *choice, *accepted, *num_masks, *draft; /* real outputs; rows; rows; rows x most */
     float *probability;                           /* rows x most */
     int64_t rows, vocabulary, width, forbidden, most, threads;
@@ -76,11 +78,6 @@ static float certainty(const bf16 *x, int64_t count, float top) {
     return 1.0f / total;
 }
 
-struct candidate {
-    float value;
-    int64_t id;
-};
-
 /* Put a candidate among the largest, which fall; of equals the first comes first. */
 static int64_t insert(struct candidate *best, int64_t found, float value, int64_t id) {
     if (found == CANDIDATES && value <= best[found - 1].value) return found;
@@ -112,6 +109,23 @@ static int64_t largest(struct candidate *best, const bf16 *x, int64_t count) {
     }
     free(top);
     return found;
+}
+
+/* The row's settings, if it samples. */
+static const struct sampling *sampling_of(const struct decision *d, int64_t row) {
+    return d->sampling && d->sampling[row].temperature > 0 ? d->sampling + row : NULL;
+}
+
+/* What `ar` would say at a real output. */
+static int64_t choose_real(const struct decision *d, int64_t output) {
+    const bf16 *logits = d->logits + output * d->vocabulary;
+    const int64_t likeliest = argmax(logits, d->vocabulary);
+    int64_t row = 0;
+    while (d->real_start[row + 1] <= output) row++;
+    const struct sampling *s = sampling_of(d, row);
+    if (!s) return likeliest;
+    return sample(logits, d->vocabulary, s, widen(logits[likeliest]),
+                  d->length[row] + output - d->real_start[row]);
 }
 
 static float dot(const float *a, const float *b, int64_t count) {
@@ -155,10 +169,12 @@ static void normalise(float *y, const bf16 *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] *= factor;
 }
 
-/* Drafts of one row, one after the other: the head sees the token before each. */
+/* Drafts of one row, one after the other: the head sees the token before each. `position`: of the
+   first one. */
 static void draft_in_turn(const struct decision *d, int64_t row, int64_t mask, int64_t num,
-                          int64_t previous, float *scratch) {
+                          int64_t previous, int64_t position, float *scratch) {
     const struct head *h = d->head;
+    const struct sampling *s = sampling_of(d, row);
     const int64_t width = d->width;
     float *normed = scratch, *inner = normed + width, *corrected = inner + h->inner;
     for (int64_t w = 0; w < num; w++) {
@@ -180,15 +196,17 @@ static void draft_in_turn(const struct decision *d, int64_t row, int64_t mask, i
         }
         for (int64_t i = 0; i < width; i++)
             corrected[i] = widen(hidden[i]) + dot(h->output + i * h->inner, inner, h->inner);
-        float values[CANDIDATES], top = -INFINITY, total = 0;
+        float top = -INFINITY, total = 0;
         int64_t chosen = 0;
         for (int64_t i = 0; i < found; i++) {
-            const int is_out = best[i].value == -INFINITY; /* forbidden */
-            values[i] = is_out ? -INFINITY : dot_bf16(h->logit + best[i].id * width, corrected, width);
-            if (values[i] > top) top = values[i], chosen = i;
+            float *value = &best[i].value;
+            if (*value != -INFINITY) /* forbidden */
+                *value = dot_bf16(h->logit + best[i].id * width, corrected, width);
+            if (*value > top) top = *value, chosen = i;
         }
-        for (int64_t i = 0; i < found; i++) total += expf(values[i] - top);
-        previous = d->draft[row * d->most + w] = best[chosen].id;
+        for (int64_t i = 0; i < found; i++) total += expf(best[i].value - top);
+        previous = s ? sample_candidates(best, found, s, 0, position + w) : best[chosen].id;
+        d->draft[row * d->most + w] = previous;
         d->probability[row * d->most + w] = 1.0f / total;
     }
 }
@@ -199,7 +217,7 @@ int64_t mars_decide(const struct decision *d) {
         for (int64_t o = 0; o < d->mask_start[d->rows]; o++)
             d->logits[o * d->vocabulary + d->forbidden] = 0xff80; /* -infinity */
 #pragma omp parallel for num_threads(d->threads) if (real > 2)
-    for (int64_t o = 0; o < real; o++) d->choice[o] = argmax(d->logits + o * d->vocabulary, d->vocabulary);
+    for (int64_t o = 0; o < real; o++) d->choice[o] = choose_real(d, o);
     float *scratch = malloc(d->rows * scratch_size * sizeof *scratch + 1);
     if (!scratch) return 1;
 #pragma omp parallel for num_threads(d->threads) if (d->rows > 1)
@@ -214,16 +232,20 @@ int64_t mars_decide(const struct decision *d) {
         d->num_masks[r] = group < 0 ? 0 : d->window[r];
         if (group < 0) continue;
         const int64_t mask = d->mask_start[r] + group * d->window[r];
+        const int64_t position = d->sampling ? d->length[r] + accepted + 1 : 0;
         if (d->head) {
-            draft_in_turn(d, r, mask, d->window[r], d->choice[first + accepted],
+            draft_in_turn(d, r, mask, d->window[r], d->choice[first + accepted], position,
                           scratch + r * scratch_size);
             continue;
         }
         for (int64_t w = 0; w < d->window[r]; w++) {
             const bf16 *logits = d->logits + (mask + w) * d->vocabulary;
-            const int64_t token = argmax(logits, d->vocabulary);
-            d->draft[r * d->most + w] = token;
-            d->probability[r * d->most + w] = certainty(logits, d->vocabulary, widen(logits[token]));
+            const struct sampling *s = sampling_of(d, r);
+            const int64_t likeliest = argmax(logits, d->vocabulary);
+            const float top = widen(logits[likeliest]);
+            d->draft[r * d->most + w] =
+                s ? sample(logits, d->vocabulary, s, top, position + w) : likeliest;
+            d->probability[r * d->most + w] = certainty(logits, d->vocabulary, top);
         }
     }
     free(scratch);

@@ -1,4 +1,4 @@
-"""The decisions of a step on the CPU, for rows that are greedy and ask for nothing else.
+"""The decisions of a step on the CPU, for rows that ask for nothing but tokens.
 
 Shapes: B rows; O outputs: of every row its last token and drafts, row by row, then the masks, row
 by row; D width; V vocabulary.
@@ -18,7 +18,7 @@ from mars.engine.kernels.compiler import load_kernels
 
 _POINTERS = (
     *("head", "logits", "hidden", "real_start", "mask_start", "drafts", "groups", "group_start"),
-    *("window", "choice", "accepted", "num_masks", "draft", "probability"),
+    *("window", "sampling", "length", "choice", "accepted", "num_masks", "draft", "probability"),
 )
 _SIZES = ("rows", "vocabulary", "width", "forbidden", "most", "threads")
 
@@ -42,6 +42,26 @@ class _Decision(ctypes.Structure):
     )
 
 
+class _Sampling(ctypes.Structure):
+    """`struct sampling` of sample.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")),
+        *((name, ctypes.c_int64) for name in ("top_k", "seed")),
+    )
+
+
+class Sampling(NamedTuple):
+    """How a row samples; `mars.decoding.options.DecodingOptions` says what the numbers mean."""
+
+    temperature: float
+    """0: it does not; it is greedy."""
+    top_p: float
+    min_p: float
+    top_k: int
+    seed: int
+
+
 class RowOutputs(NamedTuple):
     """What one row has fed."""
 
@@ -50,6 +70,10 @@ class RowOutputs(NamedTuple):
     """Accept lengths of the groups of masks."""
     window: int
     """Masks per group."""
+    length: int = 0
+    """Committed tokens; greedy rows need not tell."""
+    sampling: Sampling | None = None
+    """None: greedy."""
 
 
 class RowDecision(NamedTuple):
@@ -63,7 +87,7 @@ class RowDecision(NamedTuple):
     """Top-1 probability of each."""
 
 
-def decide_greedily(
+def decide_rows(
     logits_OV: Tensor,
     hidden_OD: Tensor,
     rows: Sequence[RowOutputs],
@@ -103,8 +127,13 @@ def decide_greedily(
             [length for row in rows for length in row.groups],
             [0, *accumulate(len(row.groups) for row in rows)],
             [row.window for row in rows],
+            [row.length for row in rows],
         )
     ]
+    sampling = None
+    if any(row.sampling is not None for row in rows):
+        settings = [row.sampling or Sampling(0.0, 1.0, 0.0, 0, 0) for row in rows]
+        sampling = (_Sampling * len(rows))(*settings)
     sizes = (real[-1], len(rows), len(rows), len(rows) * most)
     choice, accepted, num_masks, draft = (array("q", bytes(8 * size)) for size in sizes)
     probability = array("f", bytes(4 * len(rows) * most))
@@ -112,7 +141,9 @@ def decide_greedily(
     call = _Decision(
         None if head is None else ctypes.addressof(head),
         *(logits_OV.data_ptr(), hidden_OD.data_ptr()),
-        *(numbers.buffer_info()[0] for numbers in (*inputs, *outputs)),
+        *(numbers.buffer_info()[0] for numbers in inputs[:-1]),
+        None if sampling is None else ctypes.addressof(sampling),
+        *(numbers.buffer_info()[0] for numbers in (inputs[-1], *outputs)),
         *(len(rows), logits_OV.shape[1], hidden_OD.shape[1]),
         *(-1 if forbidden is None else forbidden, most, torch.get_num_threads()),
     )

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars.decoding import greedy
+from mars.decoding import plain
 from mars.decoding.options import DecodingOptions
 from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request
+from mars.decoding.sampling import filter_logits
 from mars.decoding.step import StepParams, decide
 from mars.draft_head import Correction, DraftHead
 from mars.engine.kernels.compiler import load_kernels
@@ -20,12 +21,26 @@ needs_kernel = pytest.mark.skipif(load_kernels() is None, reason="no C compiler"
 MODEL = make_model()
 
 
-def progress_of(plan: RowPlan) -> Progress:
+SETTINGS = [
+    {},
+    {"temperature": 0.7, "seed": 1},
+    {"temperature": 3.0, "seed": -5},
+    {"temperature": 1.0, "top_k": 3, "seed": 2},
+    {"temperature": 5.0, "top_k": 1000, "seed": 3},
+    {"temperature": 0.9, "top_p": 0.37, "seed": 4},
+    {"temperature": 4.0, "top_p": 0.993, "seed": 5},
+    {"temperature": 1.3, "min_p": 0.06, "seed": 6},
+    {"temperature": 2.0, "min_p": 1e-9, "seed": 7},
+    {"temperature": 1.1, "top_k": 20, "top_p": 0.81, "min_p": 0.02, "seed": 2**60},
+]
+
+
+def progress_of(plan: RowPlan, settings: dict | None = None) -> Progress:
     mode = "exact" if plan.drafts or plan.groups else "ar"
     request = Request(
         prompt="",
         prompt_ids=[1, 2, 3],
-        options=DecodingOptions(mode=mode),
+        options=DecodingOptions(mode=mode, **(settings or {})),
         window=plan.window,
         end_ids=frozenset(),
         decode=str,
@@ -62,13 +77,19 @@ def steps(draw: st.DrawFn) -> tuple[FlatOutputs, list[RowPlan], int | None]:
     return FlatOutputs(logits, hidden, num_real, num_masks), drafted, forbidden
 
 
-def both(outputs: FlatOutputs, plans: list[RowPlan], forbidden: int | None) -> tuple[list, list]:
-    rows = [progress_of(plan) for plan in plans]
+def both(
+    outputs: FlatOutputs,
+    plans: list[RowPlan],
+    forbidden: int | None,
+    settings: list[dict] | None = None,
+) -> tuple[list, list]:
+    chosen = settings or [{}] * len(plans)
+    rows = [progress_of(plan, row) for plan, row in zip(plans, chosen, strict=True)]
     params = StepParams.of([row.request for row in rows], outputs.logits_OV.shape[1], "cpu")
-    assert params.is_plain
+    assert all(params.are_plain)
     real, masks, found = outputs.padded(MODEL)
     slow = decide(real.clone(), masks.clone(), rows, plans, params, [], forbidden, found)
-    fast = greedy._decide_plain(outputs, MODEL, plans, forbidden)
+    fast = plain._decide_plain(outputs, MODEL, rows, plans, forbidden)
     assert fast is not None
     return fast, slow
 
@@ -82,6 +103,37 @@ def test_it_says_what_the_slow_way_says(step) -> None:
         assert [draft.token for draft in fast.drafts] == [draft.token for draft in slow.drafts]
         for mine, theirs in zip(fast.drafts, slow.drafts, strict=True):
             assert mine.confidence == pytest.approx(theirs.confidence, rel=1e-4)
+
+
+@needs_kernel
+@settings(deadline=None, max_examples=300)
+@given(steps(), st.data())
+def test_it_samples_as_in_the_slow_way(step, data: st.DataObject) -> None:
+    outputs, plans, forbidden = step
+    # Powers of two: of equal logits, either may be the last that a filter keeps.
+    outputs = outputs._replace(logits_OV=outputs.logits_OV * data.draw(st.sampled_from([1, 8, 64])))
+    chosen = [data.draw(st.sampled_from(SETTINGS)) for _ in plans]
+    for fast, slow in zip(*both(outputs, plans, forbidden, chosen), strict=True):
+        assert (fast.tokens, fast.num_accepted) == (slow.tokens, slow.num_accepted)
+        assert [draft.token for draft in fast.drafts] == [draft.token for draft in slow.drafts]
+
+
+@needs_kernel
+@pytest.mark.parametrize("settings", SETTINGS[1:])
+def test_samples_have_the_distribution_of_the_filtered_logits(settings: dict) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, float("-inf")]).bfloat16()
+    options = DecodingOptions(mode="ar", **settings)
+    params = StepParams.of([progress_of(RowPlan(), settings).request], 7, torch.device("cpu"))
+    expected = filter_logits(logits[None, None], params.sampling)[0, 0].softmax(-1)
+    outputs = FlatOutputs(logits[None], torch.zeros(1, WIDTH).bfloat16(), [1], [0])
+    counts = torch.zeros(7)
+    for seed in range(2000):
+        rows = [progress_of(RowPlan(), settings | {"seed": seed})]
+        (decision,) = plain._decide_plain(outputs, MODEL, rows, [RowPlan()], None) or [None]
+        assert decision is not None
+        counts[decision.tokens[0]] += 1
+    assert options.temperature > 0
+    assert (counts / 2000 - expected).abs().max() < 0.05
 
 
 @needs_kernel
@@ -103,7 +155,7 @@ def test_the_draft_head_corrects_as_in_the_slow_way(step, seed: int) -> None:
         def correction(_: object, hidden: torch.Tensor) -> Correction:
             return Correction(hidden, head.requires_grad_(False), embedding, output)
 
-        patch.setattr("mars.decoding.greedy.correction", correction)
+        patch.setattr("mars.decoding.plain.correction", correction)
         patch.setattr("mars.engine.runner.correction", correction)
         pairs = both(outputs, plans, forbidden)
     for fast, slow in zip(*pairs, strict=True):
@@ -120,7 +172,8 @@ def test_of_equal_logits_the_first_is_said() -> None:
     logits = torch.zeros(1, 300, dtype=torch.bfloat16)
     logits[0, [77, 150, 299]] = 2.0
     outputs = FlatOutputs(logits, torch.zeros(1, WIDTH).bfloat16(), [1], [0])
-    (decision,) = greedy._decide_plain(outputs, MODEL, [RowPlan()], None) or [None]
+    rows = [progress_of(RowPlan())]
+    (decision,) = plain._decide_plain(outputs, MODEL, rows, [RowPlan()], None) or [None]
     assert decision is not None
     assert decision.tokens == [77]
 
@@ -128,7 +181,6 @@ def test_of_equal_logits_the_first_is_said() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 0.5},
         {"logit_bias": {5: 1.0}},
         {"presence_penalty": 0.5},
         {"logprobs": 1},
@@ -144,4 +196,27 @@ def test_other_rows_go_the_slow_way(settings: dict) -> None:
         end_ids=frozenset(),
         decode=str,
     )
-    assert not StepParams.of([request], 10, torch.device("cpu")).is_plain
+    assert StepParams.of([request], 10, torch.device("cpu")).are_plain == [False]
+
+
+@needs_kernel
+def test_a_row_is_decided_the_same_way_beside_rows_of_another_kind(monkeypatch) -> None:
+    plans = [RowPlan(), RowPlan()]
+    rows = [progress_of(plans[0], SETTINGS[1]), progress_of(plans[1], {"logprobs": 0})]
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    outputs = FlatOutputs(logits, torch.zeros(2, WIDTH).bfloat16(), [1, 1], [0, 0])
+    asked = []
+
+    def ask(*arguments, **options):
+        asked.append(plain_rows(*arguments, **options))
+        return asked[-1]
+
+    plain_rows = plain.decide_rows
+    monkeypatch.setattr(plain, "decide_rows", ask)
+    params = StepParams.of([row.request for row in rows], 300, torch.device("cpu"))
+    first, second = plain.decide_outputs(outputs, MODEL, rows, plans, params, [], None)
+    assert len(asked) == 1
+    assert first.tokens == asked[0][0].tokens
+    assert first.logprobs == []
+    assert second.tokens == [int(logits[1].argmax())]
+    assert len(second.logprobs) == 1

@@ -1,4 +1,8 @@
-"""The decisions of a step: by a kernel where all rows are plain, else by `step.decide`."""
+"""The decisions of a step: by a kernel for plain rows, by `step.decide` for the others.
+
+Which of the two decides a row depends on its own request only: a sampled token could differ between
+them in a near-tie of the last place.
+"""
 
 from collections.abc import Sequence
 
@@ -10,7 +14,7 @@ from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress
 from mars.decoding.sampling import History
 from mars.decoding.step import StepParams, decide
-from mars.engine.kernels.decide import RowOutputs, decide_greedily
+from mars.engine.kernels.decide import RowOutputs, Sampling, decide_rows
 from mars.engine.runner import FlatOutputs, Outputs
 from mars.gated import correction
 
@@ -25,28 +29,40 @@ def decide_outputs(
     mask_token_id: int | None,
 ) -> list[Decision]:
     """Do what `decide` does with what a forward has left; by a kernel where one serves."""
+    plain = None
     if isinstance(outputs, FlatOutputs):
-        if params.is_plain and (decisions := _decide_plain(outputs, model, plans, mask_token_id)):
-            return decisions
+        if any(params.are_plain):
+            plain = _decide_plain(outputs, model, rows, plans, mask_token_id)
+        if plain is not None and all(params.are_plain):
+            return plain
         outputs = outputs.padded(model)
     real_BCV, mask_BMV, found = outputs
-    return decide(real_BCV, mask_BMV, rows, plans, params, histories, mask_token_id, found)
+    decided = decide(real_BCV, mask_BMV, rows, plans, params, histories, mask_token_id, found)
+    if plain is None:
+        return decided
+    pairs = zip(params.are_plain, plain, decided, strict=True)
+    return [quick if is_plain else slow for is_plain, quick, slow in pairs]
 
 
 def _decide_plain(
     outputs: FlatOutputs,
     model: PreTrainedModel,
+    rows: Sequence[Progress],
     plans: Sequence[RowPlan],
     mask_token_id: int | None,
 ) -> list[Decision] | None:
-    rows = decide_greedily(
+    """Decide all rows as if they were plain."""
+    decided = decide_rows(
         outputs.logits_OV,
         outputs.hidden_OD,
-        [RowOutputs(plan.drafts, plan.groups, plan.window) for plan in plans],
+        [
+            RowOutputs(p.drafts, p.groups, p.window, len(row.tokens), _sampling(row))
+            for row, p in zip(rows, plans, strict=True)
+        ],
         correction=correction(model, outputs.hidden_OD),
         forbidden=mask_token_id,
     )
-    if rows is None:
+    if decided is None:
         return None
     return [
         Decision(
@@ -55,5 +71,10 @@ def _decide_plain(
             drafts=[*map(Draft, row.drafts, row.probabilities)],
             logprobs=[],
         )
-        for row in rows
+        for row in decided
     ]
+
+
+def _sampling(row: Progress) -> Sampling | None:
+    o = row.request.options
+    return None if o.is_greedy else Sampling(o.temperature, o.top_p, o.min_p, o.top_k, o.seed)
