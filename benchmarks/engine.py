@@ -7,11 +7,12 @@ set `adversarial`. The ways:
 
     ar, exact, threshold     `mars.generate` with the mode of that name, all options as they are,
                              tau = 0.9
-    block-cache, -16         the paper's batches, `mars.baselines.block_cache`, with the same tau;
-                             blocks of the trained size, and of 16
+    block-cache              the paper's batches, `mars.baselines.block_cache`, with the same tau,
+                             blocks of the trained size; block-cache-16: with blocks of 16 tokens
     transformers, -static    `generate` with its dynamic and its static cache
     transformers-lookup      its prompt lookup, batch size 1 only, as the next two
-    transformers-early-exit  its assisted decoding; the first layers of the model are the assistant
+    transformers-early-exit  its assisted decoding; the first layers of the model are the assistant.
+                             Slower than anything else, so on gsm8k only
     llama.cpp                llama-cpp-python on a GGUF, which for the default model is the file it
                              was converted from (in the wheel that `mars.default_model` names)
 
@@ -45,7 +46,7 @@ import torch
 from engine_cells import Store, measure
 from engine_memory import Job, measure_memory
 from engine_report import markdown, plot, summarise
-from engine_ways import LLAMA, ONLY_ALONE, WAYS, Workbench, is_way
+from engine_ways import EARLY_EXIT, LLAMA, ONLY_ALONE, WAYS, Workbench, is_way
 from prompts import groups_of, read_prompts
 
 from mars.decoding.prompts import encode
@@ -71,14 +72,16 @@ class PromptSet:
     """Set of `read_prompts`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of decoding."""
-    ways: tuple[str, ...] | None = None
-    """The only ways that take part."""
+    only: tuple[str, ...] | None = None
+    """The ways that take part; None: all, ..."""
+    without: tuple[str, ...] = ()
+    """... but these."""
 
 
 SETS = {
     "gsm8k": PromptSet(source="gsm8k"),
-    "chat": PromptSet(source="chat"),
-    "adversarial": PromptSet(source="chat", options={"temperature": 2.0}, ways=("ar", "exact")),
+    "chat": PromptSet(source="chat", without=(EARLY_EXIT,)),
+    "adversarial": PromptSet(source="chat", options={"temperature": 2.0}, only=("ar", "exact")),
 }
 
 
@@ -172,12 +175,15 @@ class Benchmark:
     def _cells(self) -> Iterator[tuple[int, str]]:
         for batch_size in self._args.batch_sizes:
             for name in self._args.sets:
-                if self._ways(batch_size, SETS[name].ways):
+                if self._ways(batch_size, SETS[name]):
                     yield batch_size, name
 
-    def _ways(self, batch_size: int, only: tuple[str, ...] | None = None) -> list[str]:
-        ways = [way for way in self._args.ways if only is None or way in only]
-        return [way for way in ways if batch_size == 1 or way not in ONLY_ALONE]
+    def _ways(self, batch_size: int, prompts: PromptSet | None = None) -> list[str]:
+        ways = [way for way in self._args.ways if batch_size == 1 or way not in ONLY_ALONE]
+        if prompts is None:
+            return ways
+        only = ways if prompts.only is None else prompts.only
+        return [way for way in ways if way in only and way not in prompts.without]
 
     def _settings(self, dtype: str) -> dict[str, Any]:
         args = self._args
@@ -203,10 +209,9 @@ class Benchmark:
         return groups_of(ids, self._args.groups, batches * batch_size)
 
     def _speed(self, bench: Workbench, name: str, batch_size: int) -> dict[str, Any]:
-        wanted = SETS[name]
-        ways = self._ways(batch_size, wanted.ways)
+        prompts = SETS[name]
         cell = measure(
-            {way: bench.way(way, **wanted.options) for way in ways},
+            {way: bench.way(way, **prompts.options) for way in self._ways(batch_size, prompts)},
             self._groups(bench, name, batch_size),
             batch_size=batch_size,
             max_new_tokens=self._args.max_new_tokens,

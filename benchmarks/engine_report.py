@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_cells import Cell
-from engine_ways import BLOCK_CACHE, LLAMA, WAYS
+from engine_ways import BLOCK_CACHE, EARLY_EXIT, LLAMA, WAYS
 from ways import ratios
 
 MEBIBYTE = 1 << 20
@@ -19,13 +19,11 @@ PAIRS = (
     ("exact", "ar"),
     ("exact", "transformers"),
     ("exact", "transformers-lookup"),
-    ("exact", "transformers-early-exit"),
+    ("exact", EARLY_EXIT),
     ("exact", LLAMA),
     ("exact", BLOCK_CACHE),
-    ("exact", f"{BLOCK_CACHE}-16"),
     ("threshold", "ar"),
     ("threshold", BLOCK_CACHE),
-    ("threshold", f"{BLOCK_CACHE}-16"),
 )
 
 
