@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 
 from mars.checkpoint import Checkpoint
 from mars.decoding.generate import prepare
-from mars.decoding.greedy import decide_outputs
 from mars.decoding.options import DecodingOptions
+from mars.decoding.plain import decide_outputs
 from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Prompt, Request, Result
 from mars.decoding.row import Event, Row
