@@ -154,7 +154,7 @@ def test_learning_raises_the_price() -> None:
     planner = Planner(times(1.0, 0.05))
     before = planner.plan([candidate(*[0.7] * 4)])[0]
     for _ in range(100):
-        planner.learn([before], 8)
+        planner.learn([before], 8, None)
     after = planner.plan([candidate(*[0.7] * 4)])[0]
     assert after.num_masks + len(after.drafts) < before.num_masks + len(before.drafts)
 

@@ -20,12 +20,18 @@ from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
 _PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
 _DECAY = 0.9  # of what a row has shown, per forward
+_PRIOR = 0.4  # drafts that a row is thought to have had, all as expected
 # What is fed must bring a quarter more than it costs, and this much of a token per row on top:
 # forecasts err, and planning takes time, too.
 _LEAST_RETURN, _MARGIN = 1.25, 0.02
 _PATIENCE = 4  # forwards that feed nothing, after which the planner looks away, ...
 _PAUSES = 16, 256  # ... at first for so many, and twice as many each time, up to this
+_TRIES, _ENOUGH = 6, 0.8  # forwards that feed something, after which it looks whether that has paid
 _PROBE_EVERY = 64  # forwards after which a row without masks gets some, to see whether they pay
+
+
+_FADING = 0.97  # of times measured, per forward
+_TRUST_IN_TABLE = 0.01  # seconds of forwards, which the table is thought to have told right
 
 
 class Times(Protocol):
@@ -41,9 +47,9 @@ class Forecast:
 
     survival: list[float] = field(default_factory=list)
     """For every offset of a mask, the probability that its draft and those before it are right."""
-    expected: float = 1.0
+    expected: float = _PRIOR
     """Drafts that were to be right by their confidences, and ..."""
-    accepted: float = 1.0
+    accepted: float = _PRIOR
     """... that were; both fade."""
     text: list[float] = field(default_factory=lambda: [0.0] * 8)
     """The same as `survival` for drafts that the text suggests; 0 where there were none."""
@@ -78,8 +84,8 @@ class Forecast:
         """Take in a forward: what was fed, how much of it was right, what its masks say."""
         for value in survivals(fed):
             self.expected += value
-        self.accepted = 1 + _DECAY * (self.accepted - 1 + accepted)
-        self.expected = 1 + _DECAY * (self.expected - 1)
+        self.accepted = _PRIOR + _DECAY * (self.accepted - _PRIOR + accepted)
+        self.expected = _PRIOR + _DECAY * (self.expected - _PRIOR)
         for offset, value in enumerate(survivals(found)):
             blend = value + 0.7 * (self.at(offset) - value)
             self.survival[offset : offset + 1] = [blend]
@@ -159,60 +165,131 @@ class Planner:
 
     def __init__(self, times: Times) -> None:
         self._times = times
+        self._clock = _Clock(times)
         self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
         self._extra = 8.0  # columns of a row beyond its last token, lately
         self._idle = 0  # forwards in a row that fed nothing
         self._pause = 0  # forwards until it looks again
-        self._pause_rows = 0
+        self._pause_rows = self._rows = 0
         self._next_pause = _PAUSES[0]
+        self._tries = 0  # forwards that fed something, and the seconds they saved and cost
+        self._won = self._spent = self._paid = 0.0
 
-    def is_pausing(self, rows: int) -> bool:
+    def is_pausing(self, rows: int, new: int = 0) -> bool:
         """Whether the next forward, of so many rows, feeds nothing: asking rows takes time, too.
 
-        With a quarter of the rows gone, columns are cheaper, and the pause is over.
+        With a quarter of the rows gone, columns are cheaper, and with a quarter of them new, the
+        text is another: the pause is over.
         """
-        if rows <= 0.75 * self._pause_rows:
+        if rows <= 0.75 * self._pause_rows or new >= rows / 4:
             self._pause = 0
         self._pause = max(0, self._pause - 1)
         return self._pause > 0
 
     def plan(self, rows: Sequence[Candidate], fixed: Sequence[RowPlan] = ()) -> list[RowPlan]:
         """Plan a forward of `rows`, beside others whose plans are fixed."""
-        count = len(rows) + len(fixed)
+        count = self._rows = len(rows) + len(fixed)
         base = count + sum(len(plan.drafts) + plan.num_masks for plan in fixed)
-        rate = self._speedup * count / self._times.seconds(count, count)
+        rate = self._speedup * count / self._clock.alone(count)
         price = rate * self._slope(count, base)
         chosen = [choose(row, price) for row in rows]
         ways = [[masked for masked, _ in chosen], [plain for _, plain in chosen]]
-        alone = self._times.seconds(count, base)
+        alone = self._clock.all(count, base)
 
         def profit(choices: list[Choice]) -> float:
             columns = base + sum(len(c.plan.drafts) + c.plan.num_masks for c in choices)
-            cost = rate * (self._times.seconds(count, columns) - alone)
+            cost = rate * (self._clock.all(count, columns) - alone)
             return sum(c.gain for c in choices) - _LEAST_RETURN * cost - _MARGIN * len(rows)
 
         best = max(ways, key=profit)
         if profit(best) > 0:
-            self._idle, self._next_pause = 0, _PAUSES[0]
+            self._idle = 0
             return [choice.plan for choice in best]
         self._idle += 1
         if self._idle >= _PATIENCE:
-            self._idle, self._pause, self._pause_rows = 0, self._next_pause, count
-            self._next_pause = min(2 * self._next_pause, _PAUSES[1])
+            self._rest()
         return [RowPlan()] * len(rows)
 
-    def learn(self, plans: Sequence[RowPlan], committed: int) -> None:
-        """Take in what a forward of these plans has committed, in all rows."""
+    def learn(self, plans: Sequence[RowPlan], committed: int, seconds: float | None) -> None:
+        """Take in what a forward of these plans has committed, in all rows, and how long it took.
+
+        `seconds` is None if it did more, such as reading a prompt.
+        """
         count = len(plans)
         columns = sum(1 + len(plan.drafts) + plan.num_masks for plan in plans)
-        alone = self._times.seconds(count, count)
-        speedup = committed / count * alone / self._times.seconds(count, columns)
+        alone = self._clock.alone(count)
+        if seconds is not None:
+            # What takes twice as long as it should is another process's doing.
+            seconds = min(seconds, 2 * self._clock.all(count, columns))
+            self._clock.note(count, columns, seconds)
+            if columns > count:
+                self._judge((committed - count) * alone / count, seconds - alone)
+        speedup = committed / count * alone / self._clock.all(count, columns)
         self._speedup += 0.1 * (speedup - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
+
+    def _judge(self, won: float, spent: float) -> None:
+        """Compare the seconds that drafts have saved of late with those that they have cost.
+
+        A forward saves what the one before has paid for: its masks make the drafts.
+        """
+        self._tries += 1
+        self._won = _DECAY * self._won + won
+        self._spent, self._paid = _DECAY * self._spent + self._paid, spent
+        if self._tries >= _TRIES and self._won < _ENOUGH * self._spent:
+            self._rest()
+        elif self._tries >= 2 * _TRIES:
+            self._next_pause = _PAUSES[0]
+
+    def _rest(self) -> None:
+        self._idle = self._tries = 0
+        self._won = self._spent = self._paid = 0.0
+        self._pause, self._pause_rows = self._next_pause, self._rows
+        self._next_pause = min(2 * self._next_pause, _PAUSES[1])
 
     def _slope(self, rows: int, columns: int) -> float:
         """Return the seconds of one more column, about where the last forwards were."""
         extra = max(4.0, self._extra) * rows
         low, high = columns + int(extra / 2), columns + int(extra * 1.5) + 1
         difference = self._times.seconds(rows, high) - self._times.seconds(rows, low)
-        return difference / (high - low)
+        return self._clock.slope * difference / (high - low)
+
+
+class _Clock:
+    """What forwards really take: the table's times, corrected by those that were measured.
+
+    The table knows forwards of greedy rows in some quiet hour. Sampling makes columns dearer, as do
+    long contexts and other work on the machine.
+    """
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        # Seconds of what more columns took, and what the table says of them; both fade.
+        self._measured = self._expected = _TRUST_IN_TABLE
+        self._alone = 1.0
+
+    @property
+    def slope(self) -> float:
+        """How much longer than in the table a column takes."""
+        return min(4.0, max(0.25, self._measured / self._expected))
+
+    def alone(self, rows: int) -> float:
+        """Return the seconds of a forward of so many rows that feeds nothing."""
+        return self._times.seconds(rows, rows) * self._alone
+
+    def all(self, rows: int, columns: int) -> float:
+        """Return the seconds of a forward with so many columns in all."""
+        more = self._times.seconds(rows, columns) - self._times.seconds(rows, rows)
+        return self.alone(rows) + self.slope * more
+
+    def note(self, rows: int, columns: int, seconds: float) -> None:
+        """Take in how long a forward took."""
+        table = self._times.seconds(rows, rows)
+        if columns == rows:
+            self._alone += 0.1 * (seconds / table - self._alone)
+            return
+        more = self._times.seconds(rows, columns) - table
+        self._alone *= 1 + 0.02 * (seconds / self.all(rows, columns) - 1)
+        faded = 1 - _FADING
+        self._measured += seconds - self.alone(rows) + faded * (_TRUST_IN_TABLE - self._measured)
+        self._expected += more + faded * (_TRUST_IN_TABLE - self._expected)

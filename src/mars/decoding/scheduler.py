@@ -214,9 +214,11 @@ class Scheduler:
 
     def _decide(self, first: int, count: int) -> list[Event]:
         """Step `count` rows from `first` on."""
+        started = time.perf_counter()
         rows = self._rows[first : first + count]
         progress = [row.progress for row in rows]
-        candidates = self._candidates_of(rows)
+        new = sum(self._num_unread(number) > 1 for number in range(first, first + count))
+        candidates = self._candidates_of(rows, new)
         plans = self._plan(progress, candidates)
         outputs = self._runner.run(first, [row.tokens for row in progress], plans)
         params = self._params_of(rows, outputs[0])
@@ -226,21 +228,25 @@ class Scheduler:
             self._mask_token_id,
         )
         self._runner.keep(first, [decision.num_accepted for decision in decisions])
-        self._learn(rows, candidates, plans, decisions)
+        seconds = None if new else time.perf_counter() - started
+        self._learn(rows, candidates, plans, decisions, seconds)
         events = [self._commit(row, d) for row, d in zip(rows, decisions, strict=True)]
         for number in reversed(range(first, first + count)):
             if self._rows[number].is_over:
                 self._drop(number)
         return events
 
-    def _candidates_of(self, rows: Sequence[Row]) -> list[Candidate | None]:
-        """Ask the rows in the layout `auto`, unless nothing is going to be fed anyway."""
+    def _candidates_of(self, rows: Sequence[Row], new: int) -> list[Candidate | None]:
+        """Ask the rows in the layout `auto`, unless nothing is going to be fed anyway.
+
+        `new` of them have just come: their prompts are read in this forward.
+        """
         are_planned = [row.progress.is_planned_together for row in rows]
         if not any(are_planned):
             return [None] * len(rows)
         if self._planner is None:
             self._planner = Planner(step_times(self._runner.model, self._max_rows))
-        if self._planner.is_pausing(len(rows)):
+        if self._planner.is_pausing(len(rows), new):
             return [NOTHING if planned else None for planned in are_planned]
         pairs = zip(rows, are_planned, strict=True)
         return [row.candidate() if planned else None for row, planned in pairs]
@@ -262,15 +268,18 @@ class Scheduler:
         candidates: Sequence[Candidate | None],
         plans: Sequence[RowPlan],
         decisions: Sequence[Decision],
+        seconds: float | None,
     ) -> None:
         """Note what was fed, and let the planner and the rows' forecasts learn from it."""
         for row, plan in zip(rows, plans, strict=True):
             if row.progress.request.mode == "exact":
                 row.progress.plans[len(plan.drafts), len(plan.groups), plan.window] += 1
         planned = [candidate for candidate in candidates if candidate is not None]
-        if self._planner is None or not planned or planned[0] is NOTHING:
+        if self._planner is None or not planned:
             return
-        self._planner.learn(plans, sum(len(decision.tokens) for decision in decisions))
+        self._planner.learn(plans, sum(len(decision.tokens) for decision in decisions), seconds)
+        if planned[0] is NOTHING:
+            return
         for row, candidate, plan, made in zip(rows, candidates, plans, decisions, strict=True):
             if candidate is not None:
                 fed = candidate.drafts[: len(plan.drafts)]
