@@ -94,7 +94,8 @@ def cached_forward(
         model: any decoder-only model of `transformers`.
         input_ids: int64 (B, T).
         position_ids: int64 (B, T).
-        visible: bool (B, 1, T, K), True where a column attends to a cached slot.
+        visible: bool (B, 1, T, K), True where a column attends to a cached slot, or what the
+            attention function takes in its place.
         cache: receives the new keys and values and returns K slots.
         num_logits: columns, counted from the right, whose logits are wanted.
 

@@ -212,8 +212,12 @@ class _LoraHook:
                 return output + delta
             return torch.cat([output[:, :start], output[:, start:] + delta], dim=1)
         if not add_lora(self._a, self._b, inputs[0], output, start):
-            masked = inputs[0][:, start:].to(self._a.weight.dtype)
-            output[:, start:].add_(self._b(self._a(masked)))
+            inner = self._a(inputs[0][:, start:].to(self._a.weight.dtype))
+            weight = self._b.weight.mT.expand(len(inner), -1, -1)
+            if inner.dtype == output.dtype:  # product and sum are one call, and round once
+                output[:, start:].baddbmm_(inner, weight)
+            else:
+                output[:, start:].add_(inner @ weight)
         return output
 
 

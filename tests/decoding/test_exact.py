@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mars.checkpoint import Checkpoint
 from mars.counter import uniform
-from mars.decoding import greedy
+from mars.decoding import plain
 from mars.decoding.decision import Decision
 from mars.decoding.drafts import Draft
 from mars.decoding.generate import generate, prepare, stream
@@ -271,7 +271,7 @@ def test_exact_equals_transformers(
 
 def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what masks predict by what is true, spoilt with probability 1/4 at every token."""
-    decide = greedy.decide
+    decide = plain.decide
 
     def spoilt(real: Any, masks: Any, rows: Any, plans: Any, *rest: Any) -> list[Decision]:
         decisions = decide(real, masks, rows, plans, *rest)
@@ -287,7 +287,7 @@ def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.Mo
             replaced.append(dataclasses.replace(decision, drafts=drafts if has_group else []))
         return replaced
 
-    monkeypatch.setattr(greedy, "decide", spoilt)
+    monkeypatch.setattr(plain, "decide", spoilt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -402,8 +402,8 @@ def test_one_transfer_to_the_host_per_step(
     drafter: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, transfers = [], []
-    decide, to_host = greedy.decide, torch.Tensor.cpu
-    monkeypatch.setattr(greedy, "decide", lambda *a: steps.append(1) or decide(*a))
+    decide, to_host = plain.decide, torch.Tensor.cpu
+    monkeypatch.setattr(plain, "decide", lambda *a: steps.append(1) or decide(*a))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(1) or to_host(t))
     generate(drafter, [45, 46, 47], max_new_tokens=20, ignore_eos=True, temperature=1.0)
     assert len(steps) == len(transfers) > 3

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mars.decoding.plain import decide_made_up
 from mars.engine.step_times import StepTimes, _Stopwatch, step_times
 from tests.conftest import make_model
 
@@ -49,20 +50,20 @@ def test_what_is_known_is_not_measured_again(
         calls.append((rows, extra))
         return rows + 0.1 * extra
 
-    assert step_times(model, 1, measure=measure).seconds(1, 1) == 1
+    assert step_times(model, 1, decide_made_up, measure=measure).seconds(1, 1) == 1
     assert {rows for rows, _ in calls} == {1}
     calls.clear()
-    step_times(model, 3, measure=measure)
+    step_times(model, 3, decide_made_up, measure=measure)
     assert {rows for rows, _ in calls} == {2, 4}
     calls.clear()
-    assert step_times(model, 4, measure=measure).seconds(4, 4) == 4
+    assert step_times(model, 4, decide_made_up, measure=measure).seconds(4, 4) == 4
     assert not calls
-    step_times(make_model(hidden_size=64), 1, measure=measure)
+    step_times(make_model(hidden_size=64), 1, decide_made_up, measure=measure)
     assert calls, "another model, another table"
     for path in (tmp_path / "step-times").iterdir():
         path.write_text("{")
     calls.clear()
-    step_times(model, 1, measure=measure)
+    step_times(model, 1, decide_made_up, measure=measure)
     assert calls, "a damaged file is replaced"
 
 
@@ -72,12 +73,13 @@ def test_without_a_writable_folder_it_is_measured_each_time(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("MARS_HOME", str(blocked))
-    assert step_times(make_model(), 1, measure=lambda rows, extra: 1.0).seconds(1, 1) == 1
+    times = step_times(make_model(), 1, decide_made_up, measure=lambda rows, extra: 1.0)
+    assert times.seconds(1, 1) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stopwatch_measures_real_forwards(dtype: torch.dtype) -> None:
-    stopwatch = _Stopwatch(make_model().to(dtype))
+    stopwatch = _Stopwatch(make_model().to(dtype), decide_made_up)
     assert stopwatch(1, 0) > 0
     assert stopwatch(2, 7) > 0
     assert stopwatch(2, 31) > 0

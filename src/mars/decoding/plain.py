@@ -5,13 +5,16 @@ them in a near-tie of the last place.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import torch
 from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
 from mars.decoding.drafts import Draft
+from mars.decoding.options import DecodingOptions
 from mars.decoding.plan import RowPlan
-from mars.decoding.request import Progress
+from mars.decoding.request import Progress, Request
 from mars.decoding.sampling import History
 from mars.decoding.step import StepParams, decide
 from mars.engine.kernels.decide import RowOutputs, Sampling, decide_rows
@@ -42,6 +45,30 @@ def decide_outputs(
         return decided
     pairs = zip(params.are_plain, plain, decided, strict=True)
     return [quick if is_plain else slow for is_plain, quick, slow in pairs]
+
+
+def decide_made_up(
+    outputs: Outputs | FlatOutputs, model: PreTrainedModel, plans: Sequence[RowPlan]
+) -> None:
+    """Decide for greedy rows that nobody has asked for: what steps cost (`engine.step_times`)."""
+    rows, params = _made_up(len(plans), outputs[0].shape[-1], outputs[0].device)
+    decide_outputs(outputs, model, rows, plans, params, [], None)
+
+
+@lru_cache(maxsize=1)
+def _made_up(
+    count: int, vocabulary: int, device: torch.device
+) -> tuple[list[Progress], StepParams]:
+    request = Request(
+        prompt="",
+        prompt_ids=[0],
+        options=DecodingOptions(),
+        window=1,
+        end_ids=frozenset(),
+        decode=lambda token_ids: "",
+    )
+    rows = [Progress(request) for _ in range(count)]
+    return rows, StepParams.of([request] * count, vocabulary, device)
 
 
 def _decide_plain(

@@ -24,7 +24,8 @@ def reference(
         masks = [mask_token_id] * num_masks
         # 1. One forward over [prefix ; masks]. The output at the last real token predicts the
         #    token at position p = len(prefix), the output at mask j the one at p + j.
-        logits_TV = model(torch.tensor([prefix + masks]), use_cache=False).logits[0].float()
+        ids = torch.tensor([prefix + masks], device=model.device)
+        logits_TV = model(ids, use_cache=False).logits[0].float().cpu()
         if mask_token_id is not None:
             logits_TV[:, mask_token_id] = MINUS_INFINITY
         # 2. Commit the first token; then drafts, until one is doubtful.

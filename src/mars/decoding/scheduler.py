@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
-from mars.decoding.plain import decide_outputs
+from mars.decoding.plain import decide_made_up, decide_outputs
 from mars.decoding.plan import RowPlan
 from mars.decoding.planner import NOTHING, Candidate, Planner
 from mars.decoding.request import Progress, Request
@@ -245,7 +245,7 @@ class Scheduler:
         if not any(are_planned):
             return [None] * len(rows)
         if self._planner is None:
-            self._planner = Planner(step_times(self._runner.model, self._max_rows))
+            self._planner = Planner(step_times(self._runner.model, self._max_rows, decide_made_up))
         if self._planner.is_pausing(len(rows), new):
             return [NOTHING if planned else None for planned in are_planned]
         pairs = zip(rows, are_planned, strict=True)

@@ -12,7 +12,7 @@ import torch
 from mars.decoding.accept import confidence, is_confident, leading_run
 from mars.decoding.decision import Decision, decision, to_host
 from mars.decoding.options import Confidence
-from mars.decoding.plan import RowPlan, pad_groups
+from mars.decoding.plan import RowPlan, pad_groups, send
 from mars.decoding.request import Progress, Request
 from mars.decoding.sampling import (
     MINUS_INFINITY,
@@ -35,6 +35,7 @@ class StepParams:
 
     sampling: SamplingParams
     threshold_B1: torch.Tensor
+    is_exact_B1: torch.Tensor  # bool
     rows_of_metric: dict[Confidence, torch.Tensor]  # rows of the threshold mode, by their metric
     num_logprobs: int | None
     has_penalties: bool
@@ -57,6 +58,7 @@ class StepParams:
         return cls(
             sampling=SamplingParams.of(options, vocabulary, device),
             threshold_B1=torch.tensor([[o.threshold or 0.0] for o in options], device=device),
+            is_exact_B1=torch.tensor([[r.mode == "exact"] for r in requests], device=device),
             rows_of_metric={
                 metric: torch.tensor(rows, device=device) for metric, rows in metrics.items()
             },
@@ -93,9 +95,8 @@ class _Step:
         """Bring the plans to the device in one transfer."""
         table = [[len(r.tokens), len(p.drafts), p.window] for r, p in zip(rows, plans, strict=True)]
         parts = [torch.tensor(table), pad_groups(plans), align_right([p.drafts for p in plans])]
-        counts, groups, drafts = (
-            torch.cat(parts, dim=1).to(device).split([part.shape[1] for part in parts], dim=1)
-        )
+        sizes = [part.shape[1] for part in parts]
+        counts, groups, drafts = send(torch.cat(parts, dim=1), device).split(sizes, dim=1)
         length_B, num_drafts_B, window_B = counts.unbind(1)
         return cls(
             rows=rows,
@@ -114,6 +115,7 @@ class _Step:
         return History.stack(self.histories) if self.histories else None
 
 
+@torch.no_grad()
 def decide(
     real_BCV: torch.Tensor,
     mask_BMV: torch.Tensor,
@@ -221,9 +223,8 @@ def _read_masks(
         drafted = _draft_in_turn(
             *(step, correction, hidden_BWD, mask_BWV, next_B1, position_BW, history, prefix)
         )
-        is_exact_B1 = torch.tensor([[mode == "exact"] for mode in modes], device=device)
         for name, values in zip(("draft", "probability"), drafted, strict=True):
-            parts[name] = torch.where(is_exact_B1, values, parts.get(name, values))
+            parts[name] = torch.where(step.params.is_exact_B1, values, parts.get(name, values))
     return parts
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mars.engine.kernels.attention import cpu_attention
 from mars.errors import UserError
 
+SLOTS = 16  # see `additive_mask`
 # Arguments with which some models ask for more than softmax(q k) v.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
@@ -35,7 +36,8 @@ def grouped_attention(
         query: (B, H, T, D).
         key: (B, H / G, K, D).
         value: as `key`.
-        attention_mask: bool (B, 1, T, K), True is visible; every query sees at least one slot.
+        attention_mask: bool (B, 1, T, K), True is visible, or what `additive_mask` makes of it;
+            every query sees at least one slot.
         scaling: factor of the scores; None is 1 / sqrt(D).
         **kwargs: what else the model passes.
 
@@ -52,8 +54,22 @@ def grouped_attention(
     groups = heads // key.shape[1]
     if groups > 1:
         query = query.reshape(rows, heads // groups, groups * columns, width)
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
+        if attention_mask.shape[2] == columns:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling
     )
     return output.reshape(rows, heads, columns, -1).transpose(1, 2), None
+
+
+def additive_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make once, for all layers, of bool (B, 1, T, K) what the kernels of GPUs want of a mask.
+
+    From a mask of booleans every call would make it anew, and pad it unless K is a multiple of
+    `SLOTS`.
+
+    Returns:
+        (B, 1, G T, K), 0 where a slot is visible, else -inf; for the folded queries.
+    """
+    mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return mask.repeat(1, 1, groups, 1)

@@ -101,7 +101,7 @@ class FusedDecoder:
         known = _decoders.get(model)
         if known is not None and known.is_for(state, max_positions):
             return known
-        if not linear_path() or not _is_fit(model, adapter):
+        if not _is_fit(model, adapter) or not linear_path():  # the latter compiles the kernels
             return None
         made = _decoders[model] = cls(model, adapter, max_positions)
         return made

@@ -4,7 +4,8 @@ Shapes: B rows of this call, C real output columns, M mask columns, V vocabulary
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from mars.compat import attention_implementation, cached_forward, register_attention
 from mars.decoding.plan import RowPlan, lay_out, lay_out_flat
 from mars.draft_head import Correction
-from mars.engine.attention import grouped_attention
+from mars.engine.attention import SLOTS, additive_mask, grouped_attention
 from mars.engine.cache import SlotCache
 from mars.engine.decoder import FusedDecoder, gather_rows
 from mars.engine.kernels.linear import PackedLinears
@@ -88,6 +89,9 @@ class Runner:
         self._most_slots = 0  # of any row so far
         self._mask = 0 if mask_token_id is None else mask_token_id
         self._chunk = prefill_chunk
+        config: Any = model.config.get_text_config()
+        heads = config.num_attention_heads
+        self._groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._decoder = FusedDecoder.of(model, max_positions)
         adapter = attached_adapter(model)
         modules = [] if self._decoder else [model, *([] if adapter is None else [adapter])]
@@ -181,8 +185,14 @@ class Runner:
             mask_token_id=self._mask,
             max_positions=self._max_positions,
         ).to(self.model.device)
+        is_on_host = self.model.device.type == "cpu"
+        if not is_on_host:
+            columns = replace(columns, num_slots=-(-columns.num_slots // SLOTS) * SLOTS)
         self._reserve(columns.num_slots)
         self.cache.prepare(rows, columns.slot_BT, columns.num_slots)
+        visible = columns.visible()
+        if not is_on_host:
+            visible = additive_mask(visible, self._groups, self.model.dtype)
         num_masks = columns.token_BT.shape[1] - columns.num_real
         offset_BM = columns.offset_BT[:, columns.num_real :]
         with (
@@ -195,7 +205,7 @@ class Runner:
                 self.model,
                 input_ids=columns.token_BT,
                 position_ids=columns.position_BT,
-                visible=columns.visible(),
+                visible=visible,
                 cache=self.cache,
                 num_logits=columns.num_outputs + num_masks,
             )

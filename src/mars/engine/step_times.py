@@ -10,7 +10,8 @@ import platform
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,9 @@ from transformers import PreTrainedModel
 
 from mars.decoding.plan import RowPlan
 from mars.default_model import cache_folder
-from mars.engine.kernels.decide import RowOutputs, decide_rows
 from mars.engine.kernels.linear import linear_path
-from mars.engine.runner import FlatOutputs, Runner
-from mars.gated import attached_adapter, correction
+from mars.engine.runner import FlatOutputs, Outputs, Runner
+from mars.gated import attached_adapter
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _EXTRA = (0, 1, 3, 7, 15, 31)  # columns of a row beyond its last token
@@ -29,10 +29,12 @@ _MOST_EXTRA = 256  # of all rows
 _CONTEXT = 256  # tokens in the cache; what is in them takes no part
 _WINDOW = 4  # masks per group, for models that tell no other number
 _REPEATS = 5
-_FORMAT = 1
+_FORMAT = 2
 
 Measure = Callable[[int, int], float]
 """(rows, columns of a row beyond its last token) -> seconds of a forward."""
+Decide = Callable[[Outputs | FlatOutputs, PreTrainedModel, Sequence[RowPlan]], object]
+"""(outputs, model, what made-up rows have fed): decide on them, as a step does, and wait for it."""
 
 
 class StepTimes:
@@ -74,9 +76,11 @@ class StepTimes:
 
 
 def step_times(
-    model: PreTrainedModel, max_rows: int, *, measure: Measure | None = None
+    model: PreTrainedModel, max_rows: int, decide: Decide, *, measure: Measure | None = None
 ) -> StepTimes:
     """Return the table of a model for up to `max_rows` rows; measure what the disk does not hold.
+
+    Decisions are part of a step, and on a GPU they are what waits for the forward.
 
     A row count takes about half a second on a small model; the file is found again by model shape,
     adapter, dtype, device, threads, kernels and torch version. A folder that cannot be written
@@ -88,7 +92,7 @@ def step_times(
     needed.append(next((rows for rows in _ROWS if rows >= max_rows), _ROWS[-1]))
     missing = [rows for rows in needed if rows not in known]
     if missing:
-        measure = measure or _Stopwatch(model)
+        measure = measure or _Stopwatch(model, decide)
         for rows in missing:
             wanted = [extra for extra in _EXTRA if extra * rows <= _MOST_EXTRA]
             known[rows] = {extra * rows: measure(rows, extra) for extra in wanted}
@@ -97,10 +101,10 @@ def step_times(
 
 
 class _Stopwatch:
-    """Time forwards of made-up rows."""
+    """Time steps of made-up rows."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, decide: Decide) -> None:
+        self._model, self._decide = model, decide
         self._runner: Runner | None = None
 
     def __call__(self, rows: int, extra: int) -> float:
@@ -122,29 +126,24 @@ class _Stopwatch:
             self._runner.cached = [_CONTEXT - 1] * rows
             start = time.perf_counter()
             outputs = self._runner.run(0, tokens, [plan] * rows)
-            if isinstance(outputs, FlatOutputs):
-                decide_rows(
-                    outputs.logits_OV,
-                    outputs.hidden_OD,
-                    [RowOutputs(plan.drafts, plan.groups, plan.window)] * rows,
-                    correction=correction(self._model, outputs.hidden_OD),
-                    forbidden=None,
-                )
+            self._decide(outputs, self._model, [plan] * rows)
             best = min(best, time.perf_counter() - start)
         return best
 
 
 def _key(model: PreTrainedModel) -> str:
     adapter = attached_adapter(model)
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+    device = model.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(model.device)
     parts = [
         _FORMAT,
         type(model).__name__,
         [tuple(parameter.shape) for parameter in model.parameters()],
-        None if adapter is None else (adapter.config.rank, adapter.config.targets),
+        None if adapter is None else replace(adapter.config, base=None, fingerprint=""),
         str(model.dtype),
         *(device, platform.processor(), os.cpu_count(), torch.get_num_threads()),
-        *(linear_path(), torch.__version__),
+        *(linear_path() if device == "cpu" else 0, torch.__version__),
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -65,11 +65,11 @@ class PackedLinears:
     def __init__(self, *models: nn.Module) -> None:
         """Pack what is not packed yet: a copy of all the weights."""
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
-        path = linear_path()
-        if not path:
-            return
         modules = chain.from_iterable(model.modules() for model in models)
         layers = [m for m in modules if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)]
+        path = linear_path() if layers else 0  # it compiles the kernels
+        if not path:
+            return
         with _first_packing:
             _pack(_stale(layers, path), path)
             self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in layers]
@@ -129,8 +129,8 @@ def packed_layer(layer: nn.Linear) -> int:
 
 def want_large_pages(memory: Tensor) -> None:
     """Ask for large pages for a tensor that nobody has touched yet, where that is possible."""
-    kernels = load_kernels()
-    if kernels is not None and memory.device.type == "cpu":
+    kernels = load_kernels() if memory.device.type == "cpu" else None
+    if kernels is not None:
         kernels.mars_linear_advise(memory.data_ptr(), memory.nbytes)
 
 
