@@ -39,6 +39,7 @@ struct decoder {
     const struct layer *head;
     const bf16 *cosine, *sine; /* positions x W */
     int64_t num_blocks, width, heads, kv_heads, head_width, inner;
+    int64_t in_units; /* the cache consists of units of slots, for tiles */
     float epsilon, scale;
 };
 
@@ -211,13 +212,18 @@ static void place_heads(const struct decoder *m, const struct step *s, struct sh
             if (b->query_norm) normalise(query, query, b->query_norm, width, m->epsilon);
             rotate(query, query, cosine, sine, width);
         }
-        const int64_t to = row_of[n] * m->kv_heads * cached + s->slot[n] * width;
         for (int64_t i = 0; i < m->kv_heads; i++) {
-            bf16 *key = h->key + (n * m->kv_heads + i) * width;
+            const int64_t from = (n * m->kv_heads + i) * width;
+            const int64_t head = (row_of[n] * m->kv_heads + i) * cached, slot = s->slot[n];
+            bf16 *key = h->key + from, *keys = s->keys[layer] + head;
+            bf16 *value = h->value + from, *values = s->values[layer] + head;
             if (b->key_norm) normalise(key, key, b->key_norm, width, m->epsilon);
-            rotate(s->keys[layer] + to + i * cached, key, cosine, sine, width);
-            memcpy(s->values[layer] + to + i * cached,
-                   h->value + (n * m->kv_heads + i) * width, width * sizeof *key);
+            rotate(key, key, cosine, sine, width);
+            if (m->in_units) put_in_unit(keys, values, slot, key, value, width);
+            else {
+                memcpy(keys + slot * width, key, width * sizeof *key);
+                memcpy(values + slot * width, value, width * sizeof *value);
+            }
         }
     }
 }
@@ -243,6 +249,7 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
             .query_strides = {0, width, m->heads * width}, .key_strides = {0, cached, width},
             .value_strides = {0, cached, width}, .mask_strides = {0, h->visible_stride},
             .is_bf16 = 1, .has_tiles = m->head->path == 2, .threads = 1, .scale = m->scale,
+            .in_units = m->in_units,
         };
         const int64_t from = (s->first_row + r) * m->kv_heads * cached;
         for (int64_t g = 0; g < m->kv_heads; g++)
@@ -372,10 +379,10 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     for (int i = 0; i < NUM_LINEARS && rank; i++) h->inner[i] = parts[12] + i * columns * rank;
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
+        const int64_t start = i;
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h->columns[i++] = n;
         for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h->columns[i++] = n;
-        for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) row_of[n] = s->first_row + r;
-        for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) row_of[n] = s->first_row + r;
+        for (int64_t j = start; j < i; j++) row_of[h->columns[j]] = s->first_row + r;
     }
     /* 3. The layers. */
 #pragma omp parallel num_threads(s->threads)
