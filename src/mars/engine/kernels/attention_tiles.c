@@ -29,7 +29,7 @@ void put_in_unit(bf16 *keys, bf16 *values, int64_t slot, const bf16 *key, const 
 enum { SIDE = 16 };                       /* rows of a tile, and queries of one */
 enum { LINE = 32, TILE = SIDE * LINE };   /* numbers of a cache line, and of a tile */
 enum { LINE_BYTES = 64, UNIT = SLOTS };
-enum { AHEAD = 2 };                       /* units that are fetched before their turn */
+enum { AHEAD = 3 };                       /* units that are fetched before their turn */
 static const uint32_t ALL = 0xffffffffu; /* all slots of a unit */
 
 #define MEMORY_BARRIER __asm__ volatile("" ::: "memory")
@@ -84,17 +84,6 @@ static void look(struct task *t, const struct call *c, const uint8_t *mask, cons
         t->unit_of[t->units] = u;
         t->seen_by_any[t->units] = any;
         t->units += any != 0;
-    }
-}
-
-/* The queries, in tiles of as many rows, where they exist. */
-static void load_queries(const struct task *t, const struct call *c, const bf16 *query,
-                         const int64_t *columns, int64_t first, int64_t num) {
-    const int64_t group = c->heads / c->kv_heads;
-    for (int64_t i = 0; i < num; i++) {
-        const int64_t column = (first + i) / group, head = (first + i) % group;
-        memcpy(t->query + i * c->width, query + head * c->query_strides[1] +
-               (columns ? columns[column] : column) * c->query_strides[2], c->width * sizeof *query);
     }
 }
 
@@ -210,20 +199,18 @@ INLINE void score_unit(int two, const struct task *t, const bf16 *query, const b
     MEMORY_BARRIER;
 }
 
-/* 2 ** x for x <= 0, within 3 millionths: far below what rounding to bf16 adds. */
-INLINE __m512 power_of_2(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); /* a NaN stays one */
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 r = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(9.570101553e-3f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.591786029e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474484e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218147e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.999992614e-1f));
-    return _mm512_scalef_ps(y, whole);
+/* 2 ** x where wanted, else 0; within 3 millionths, far below what rounding to bf16 adds. */
+INLINE __m512 power_of_2(__mmask16 wanted, __m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 y = _mm512_set1_ps(1.353416769e-2f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.201146104e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.414427566e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.930038345e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.000002593f));
+    return _mm512_maskz_scalef_ps(wanted, y, x); /* y * 2 ** floor(x) */
 }
 
-/* Turn the scores of a query into weights; return their sum. */
+/* Turn the scores of a query into weights; return 1 / their sum. */
 static float weigh(const struct task *t, const struct call *c, int64_t query, int64_t column) {
     const float *score = t->score + query * t->score_stride;
     bf16 *weight = t->weight + query * t->weight_stride;
@@ -242,23 +229,22 @@ static float weigh(const struct task *t, const struct call *c, int64_t query, in
         const uint32_t bits = seen[u * t->num_columns];
         const __m512 x = _mm512_fmadd_ps(_mm512_load_ps(score + u * UNIT), factor, shift);
         const __m512 y = _mm512_fmadd_ps(_mm512_load_ps(score + u * UNIT + SIDE), factor, shift);
-        const __m512 a = _mm512_maskz_mov_ps(bits, power_of_2(x));
-        const __m512 b = _mm512_maskz_mov_ps(bits >> SIDE, power_of_2(y));
-        const uvec pairs = (uvec)_mm512_cvtne2ps_pbh(b, a);
+        const uvec pairs =
+            (uvec)_mm512_cvtne2ps_pbh(power_of_2(bits >> SIDE, y), power_of_2(bits, x));
         *(anywhere *)(weight + u * UNIT) = pairs;
         sums[0] = _mm512_add_ps(sums[0], (__m512)low(pairs));
         sums[1] = _mm512_add_ps(sums[1], (__m512)high(pairs));
     }
-    return _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
+    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
+    return sum == 0.0f ? 0.0f : 1.0f / sum;
 }
 
 /* Write 32 dimensions of the outputs of a tile of queries. */
-static void write_outputs(bf16 *out, const int64_t *place, const float *total, int64_t num,
+static void write_outputs(bf16 *out, const int64_t *place, const float *factor, int64_t num,
                   float a[SIDE][SIDE], float b[SIDE][SIDE]) {
     for (int64_t i = 0; i < num; i++) {
-        const __m512 divisor = _mm512_set1_ps(total[i] == 0.0f ? 1.0f : total[i]);
-        const __m512 x = _mm512_div_ps(_mm512_load_ps(a[i]), divisor);
-        const __m512 y = _mm512_div_ps(_mm512_load_ps(b[i]), divisor);
+        const __m512 x = _mm512_mul_ps(_mm512_load_ps(a[i]), _mm512_set1_ps(factor[i]));
+        const __m512 y = _mm512_mul_ps(_mm512_load_ps(b[i]), _mm512_set1_ps(factor[i]));
         _mm512_storeu_si512(out + place[i], (__m512i)_mm512_cvtne2ps_pbh(y, x));
     }
 }
@@ -301,14 +287,14 @@ INLINE void weighted_values(int two, int wide, const struct task *t, const struc
 INLINE void attend_tile(int two, const struct task *t, const struct call *c, bf16 *out,
                         const int64_t *place, const int64_t *column_of, int64_t first, int64_t num) {
     float sums[4][SIDE][SIDE] __attribute__((aligned(64)));
-    float total[2 * SIDE];
+    float factor[2 * SIDE];
     for (int64_t u = 0; u < t->units; u++) {
         score_unit(two, t, t->query + first * c->width, t->key[u], t->score + u * UNIT, c->width);
         if (!first) fetch_ahead(t, c, u);
     }
     for (int64_t u = 0; !first && c->in_units && u < t->units; u++)
         if (t->seen_by_any[u] != ALL) fetch_unit(t->value[u], c->value_width);
-    for (int64_t i = 0; i < num; i++) total[i] = weigh(t, c, i, column_of[first + i]);
+    for (int64_t i = 0; i < num; i++) factor[i] = weigh(t, c, i, column_of[first + i]);
     if (!first) copy_units(t, c);
     const int64_t left = num < t->rows ? num : t->rows;
     place += first;
@@ -316,9 +302,9 @@ INLINE void attend_tile(int two, const struct task *t, const struct call *c, bf1
         const int is_wide = !two && d + 2 * LINE <= c->value_width;
         if (is_wide) weighted_values(0, 1, t, c, sums, d, !first && !d);
         else weighted_values(two, 0, t, c, sums, d, !first && !d);
-        write_outputs(out + d, place, total, left, sums[0], sums[1]);
-        if (two) write_outputs(out + d, place + t->rows, total + t->rows, num - left, sums[2], sums[3]);
-        if (is_wide) write_outputs(out + d + LINE, place, total, left, sums[2], sums[3]);
+        write_outputs(out + d, place, factor, left, sums[0], sums[1]);
+        if (two) write_outputs(out + d, place + t->rows, factor + t->rows, num - left, sums[2], sums[3]);
+        if (is_wide) write_outputs(out + d + LINE, place, factor, left, sums[2], sums[3]);
         d += is_wide ? 2 * LINE : LINE;
     }
 }
@@ -361,13 +347,15 @@ void attend_tiles(const struct call *c, bf16 *out, const bf16 *query, const bf16
     t.copy = (bf16 *)parts[10];
     /* 2. What is seen, and by whom. */
     look(&t, c, mask, columns, first_column);
-    for (int64_t i = 0; i < num; i++) {
-        const int64_t column = (first + i) / group;
-        column_of[i] = column - first_column;
-        place[i] = ((columns ? columns[column] : column) * c->heads + (first + i) % group) *
-                   c->value_width;
+    for (int64_t i = 0, j = first_column, head = first % group; i < num; i++) {
+        const int64_t column = columns ? columns[j] : j;
+        memcpy(t.query + i * c->width,
+               query + head * c->query_strides[1] + column * c->query_strides[2],
+               c->width * sizeof *query);
+        column_of[i] = j - first_column;
+        place[i] = (column * c->heads + head) * c->value_width;
+        if (++head == group) j++, head = 0;
     }
-    load_queries(&t, c, query, columns, first, num);
     find_units(&t, c, key, value);
     /* 3. Two tiles of queries at a time. */
     configure(t.rows);

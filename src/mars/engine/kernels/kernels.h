@@ -11,7 +11,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 #define HAS_VECTORS 1
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__linux__)
 #define HAS_TILES 1
 #endif
 #endif
