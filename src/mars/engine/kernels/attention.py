@@ -21,6 +21,7 @@ class _Call(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("in_units", ctypes.c_int64),
+        ("ahead", ctypes.c_int64),
     )
 
 

@@ -29,7 +29,6 @@ void put_in_unit(bf16 *keys, bf16 *values, int64_t slot, const bf16 *key, const 
 enum { SIDE = 16 };                       /* rows of a tile, and queries of one */
 enum { LINE = 32, TILE = SIDE * LINE };   /* numbers of a cache line, and of a tile */
 enum { LINE_BYTES = 64, UNIT = SLOTS };
-enum { AHEAD = 3 };                       /* units that are fetched before their turn */
 static const uint32_t ALL = 0xffffffffu; /* all slots of a unit */
 
 #define MEMORY_BARRIER __asm__ volatile("" ::: "memory")
@@ -46,6 +45,8 @@ struct task {
     float *score;               /* of the queries of two tiles: queries x score_stride */
     bf16 *weight;               /* the same, x weight_stride */
     int64_t score_stride, weight_stride; /* odd numbers of cache lines, that rows do not compete */
+    const bf16 *next_key, *next_value;   /* of the task after this one */
+    int64_t fetched, wanted, share;      /* numbers of these; `share` at a time */
     bf16 *copy;                 /* units x width x slots x (keys, values), for those not as wanted */
 };
 
@@ -61,10 +62,6 @@ static void configure(int64_t rows) {
     }
     MEMORY_BARRIER;
     _tile_loadconfig(&config);
-}
-
-INLINE void fetch_unit(const bf16 *unit, int64_t width) {
-    for (int64_t i = 0; i < UNIT * width; i += LINE) __builtin_prefetch(unit + i);
 }
 
 /* Which slots every column sees, and which units are worth reading. */
@@ -165,12 +162,24 @@ static void copy_units(const struct task *t, const struct call *c) {
     }
 }
 
-/* Ask for what comes some steps after this one: units of keys, then of values. */
-INLINE void fetch_ahead(const struct task *t, const struct call *c, int64_t step) {
-    step += AHEAD;
-    if (!c->in_units || step >= 2 * t->units) return;
-    const bf16 *unit = step < t->units ? t->key[step] : t->value[step - t->units];
-    fetch_unit(unit, step < t->units ? c->width : c->value_width);
+/* Ask for some of what the next task reads: memory works while this one calculates. */
+INLINE void fetch_ahead(struct task *t) {
+    const int64_t left = t->wanted - t->fetched, end = t->fetched + (t->share < left ? t->share : left);
+    for (; t->fetched < end; t->fetched += LINE) {
+        __builtin_prefetch(t->next_key + t->fetched);
+        __builtin_prefetch(t->next_value + t->fetched);
+    }
+}
+
+/* Divide the asking among the steps of the work. */
+static void plan_fetching(struct task *t, const struct call *c, const bf16 *key, const bf16 *value,
+                          int64_t num) {
+    const int64_t pairs = (num + 2 * t->rows - 1) / (2 * t->rows);
+    const int64_t passes = c->value_width / (num > t->rows ? LINE : 2 * LINE);
+    const int64_t steps = num + pairs * t->units * (1 + passes);
+    t->next_key = key + c->ahead, t->next_value = value + c->ahead;
+    t->wanted = c->ahead ? round_up(c->slots, UNIT) * c->width : 0;
+    t->share = round_up(t->wanted / steps + 1, LINE);
 }
 
 /* Scores of the queries of one tile, or two, for a unit. */
@@ -250,8 +259,8 @@ static void write_outputs(bf16 *out, const int64_t *place, const float *factor, 
 }
 
 /* Weighted values: 32 dimensions of two tiles of queries, or 64 or 32 of one, from `d` on. */
-INLINE void weighted_values(int two, int wide, const struct task *t, const struct call *c,
-                            float sums[4][SIDE][SIDE], int64_t d, int is_first) {
+INLINE void weighted_values(int two, int wide, struct task *t, float sums[4][SIDE][SIDE],
+                            int64_t d) {
     const int64_t bytes = t->weight_stride * sizeof *t->weight;
     const bf16 *other = t->weight + t->rows * t->weight_stride;
     const int more = two || wide;
@@ -274,7 +283,7 @@ INLINE void weighted_values(int two, int wide, const struct task *t, const struc
         if (wide) _tile_loadd(7, value + 3 * TILE, LINE_BYTES);
         if (wide) _tile_dpbf16ps(2, 4, 6);
         if (wide) _tile_dpbf16ps(3, 4, 7);
-        if (is_first) fetch_ahead(t, c, t->units + u);
+        fetch_ahead(t);
     }
     _tile_stored(0, sums[0], LINE_BYTES);
     _tile_stored(1, sums[1], LINE_BYTES);
@@ -284,24 +293,25 @@ INLINE void weighted_values(int two, int wide, const struct task *t, const struc
 }
 
 /* The queries of one tile, or two, from number `first` of the task on. */
-INLINE void attend_tile(int two, const struct task *t, const struct call *c, bf16 *out,
+INLINE void attend_tile(int two, struct task *t, const struct call *c, bf16 *out,
                         const int64_t *place, const int64_t *column_of, int64_t first, int64_t num) {
     float sums[4][SIDE][SIDE] __attribute__((aligned(64)));
     float factor[2 * SIDE];
     for (int64_t u = 0; u < t->units; u++) {
         score_unit(two, t, t->query + first * c->width, t->key[u], t->score + u * UNIT, c->width);
-        if (!first) fetch_ahead(t, c, u);
+        fetch_ahead(t);
     }
-    for (int64_t u = 0; !first && c->in_units && u < t->units; u++)
-        if (t->seen_by_any[u] != ALL) fetch_unit(t->value[u], c->value_width);
-    for (int64_t i = 0; i < num; i++) factor[i] = weigh(t, c, i, column_of[first + i]);
+    for (int64_t i = 0; i < num; i++) {
+        factor[i] = weigh(t, c, i, column_of[first + i]);
+        fetch_ahead(t);
+    }
     if (!first) copy_units(t, c);
     const int64_t left = num < t->rows ? num : t->rows;
     place += first;
     for (int64_t d = 0; d < c->value_width;) {
         const int is_wide = !two && d + 2 * LINE <= c->value_width;
-        if (is_wide) weighted_values(0, 1, t, c, sums, d, !first && !d);
-        else weighted_values(two, 0, t, c, sums, d, !first && !d);
+        if (is_wide) weighted_values(0, 1, t, sums, d);
+        else weighted_values(two, 0, t, sums, d);
         write_outputs(out + d, place, factor, left, sums[0], sums[1]);
         if (two) write_outputs(out + d, place + t->rows, factor + t->rows, num - left, sums[2], sums[3]);
         if (is_wide) write_outputs(out + d + LINE, place, factor, left, sums[2], sums[3]);
@@ -318,9 +328,6 @@ void attend_tiles(const struct call *c, bf16 *out, const bf16 *query, const bf16
                   int64_t num) {
     const int64_t group = c->heads / c->kv_heads, units = (c->slots + UNIT - 1) / UNIT;
     const int64_t first_column = first / group, tiles = (num + SIDE - 1) / SIDE;
-    if (c->in_units)
-        for (int i = 0; i < AHEAD && i < units; i++)
-            fetch_unit(key + i * UNIT * c->width, c->width);
     /* 1. Scratch. Tiles of queries are about equally full. */
     struct task t = {.rows = (num + tiles - 1) / tiles};
     t.num_columns = (first + num - 1) / group + 1 - first_column;
@@ -357,6 +364,7 @@ void attend_tiles(const struct call *c, bf16 *out, const bf16 *query, const bf16
         if (++head == group) j++, head = 0;
     }
     find_units(&t, c, key, value);
+    plan_fetching(&t, c, key, value, num);
     /* 3. Two tiles of queries at a time. */
     configure(t.rows);
     for (int64_t i = 0; i < num; i += 2 * t.rows) {

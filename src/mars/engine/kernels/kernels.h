@@ -136,6 +136,8 @@ struct call {
     int64_t is_bf16, has_tiles, threads;
     float scale; /* not negative */
     int64_t in_units; /* keys and values lie as attention_tiles.c says; needs tiles */
+    int64_t ahead;    /* numbers from these keys and values to the next ones that the thread needs, in
+                         units; 0: unknown */
 };
 
 /* Attend from `num` of a row's queries, from the `first` on, with one of its key-value heads.
