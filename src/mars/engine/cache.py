@@ -3,6 +3,9 @@
 Every row owns the slots 0, 1, 2, ... of its stretch of the cache, and a token's keys and values
 lie in the slot of its position; masks lie behind the last token. A row that takes tokens back
 needs to do nothing: the slots beyond its length are invisible until they are written again.
+
+Slots may go in units, inside of which the numbers lie as a kernel wants them; here a unit is moved
+as a whole.
 """
 
 from typing import Any
@@ -18,9 +21,11 @@ _STRETCH_BYTES = 1 << 24
 class SlotCache(ExternalCache):
     """Keys and values of S rows with L slots each: per layer one (S, heads, L, width) tensor.
 
-    The last slot of a row is scratch: padding columns write there, and nobody reads it.
+    The last slot of a row is scratch: padding columns write there, and nobody reads it. In units of
+    U slots it is (S, heads, L / U, U * width), and L is a multiple.
 
     Attributes:
+        unit: slots of a unit.
         keys: one tensor per layer.
         values: one tensor per layer.
     """
@@ -30,6 +35,7 @@ class SlotCache(ExternalCache):
         super().__init__()
         self.num_rows = num_rows
         self.num_slots = num_slots
+        self.unit = 1
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._stretches: list[tuple[torch.Tensor, torch.Tensor]] = []  # of some layers each
@@ -64,15 +70,23 @@ class SlotCache(ExternalCache):
             self._write(self.values[layer_idx], value_states),
         )
 
-    def allocate(self, num_layers: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    @property
+    def row_slots(self) -> int:
+        """Slots of a row, the scratch slot and what fills up the last unit among them."""
+        return self._num_units(self.num_slots + 1) * self.unit
+
+    def allocate(
+        self, num_layers: int, heads: int, width: int, dtype: torch.dtype, *, unit: int = 1
+    ) -> None:
         """Make the tensors of all layers at once, on the CPU, if there are none yet.
 
         Those of some layers lie together, so that large pages fit them.
         """
         if self.keys:
             return
-        like = torch.empty(0, heads, 0, width, dtype=dtype)
-        layer_bytes = self.num_rows * heads * (self.num_slots + 1) * width * like.itemsize
+        self.unit = unit
+        like = torch.empty(0, heads, 0, unit * width, dtype=dtype)
+        layer_bytes = self.num_rows * heads * self.row_slots * width * like.itemsize
         together = max(1, -(-_STRETCH_BYTES // layer_bytes))
         for start in range(0, num_layers, together):
             count = min(together, num_layers - start)
@@ -82,7 +96,7 @@ class SlotCache(ExternalCache):
         """Make room for positions below `num_slots`, some layers at a time: few exist twice."""
         if num_slots <= self.num_slots:
             return
-        old, self.num_slots = self.num_slots, num_slots
+        old, self.num_slots = self._num_units(self.num_slots), num_slots
         before, self.keys, self.values, self._stretches = self._stretches, [], [], []
         while before:
             grown = [self._new(stretch[0], len(stretch)) for stretch in before[0]]
@@ -92,13 +106,18 @@ class SlotCache(ExternalCache):
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of a row over another row."""
+        count = self._num_units(length)
         for tensors in (self.keys, self.values):
             for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
+                tensor[target, :, :count] = tensor[source, :, :count]
+
+    def _num_units(self, num_slots: int) -> int:
+        return -(-num_slots // self.unit)
 
     def _new(self, like: torch.Tensor, count: int) -> torch.Tensor:
-        _, heads, _, width = like.shape
-        made = like.new_empty(count, self.num_rows, heads, self.num_slots + 1, width)
+        _, heads, _, size = like.shape
+        units = self._num_units(self.num_slots + 1)
+        made = like.new_empty(count, self.num_rows, heads, units, size)
         want_large_pages(made)
         # Zeros, not garbage: attention gives invisible slots weight 0, and 0 * nan is nan.
         return made.zero_()

@@ -20,7 +20,13 @@ from transformers import PreTrainedModel
 from mars.decoding.plan import FlatColumns
 from mars.engine.cache import SlotCache
 from mars.engine.kernels.compiler import load_kernels
-from mars.engine.kernels.linear import PackedLinears, PackedSample, linear_path, packed_layer
+from mars.engine.kernels.linear import (
+    TILES,
+    PackedLinears,
+    PackedSample,
+    linear_path,
+    packed_layer,
+)
 from mars.gated import GatedAdapter, attached_adapter
 
 # Their layers are the same but for biases and norms of heads, which are looked for.
@@ -32,7 +38,7 @@ _LINEARS = (
 PHASES = ("linear layers", "attention", "output layer", "other")
 """What the time of a forward goes into, in the order of decoder.c."""
 _decoders: WeakKeyDictionary[PreTrainedModel, "FusedDecoder"] = WeakKeyDictionary()  # the latest
-_UNIT = 32  # the feed-forward width must be a multiple
+_UNIT = 32  # the feed-forward width must be a multiple; with matrix tiles, slots in a cache unit
 
 
 class _Linear(ctypes.Structure):
@@ -61,7 +67,7 @@ class _Decoder(ctypes.Structure):
         ),
         *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
         *((name, ctypes.c_int64) for name in ("num_blocks", "width", "heads", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("head_width", "inner")),
+        *((name, ctypes.c_int64) for name in ("head_width", "inner", "in_units")),
         *((name, ctypes.c_float) for name in ("epsilon", "scale")),
     )
 
@@ -86,6 +92,7 @@ class FusedDecoder:
     between it does not notice what happens to the model's weights, modules and hooks.
 
     Attributes:
+        cache_unit: how the cache must be laid out, for `SlotCache.allocate`.
         spent: `array("q", [0] * len(PHASES))` to have nanoseconds per phase added to it, or None.
     """
 
@@ -119,6 +126,8 @@ class FusedDecoder:
         self.num_layers, self.dtype = len(decoder.layers), torch.bfloat16
         self.head_width = attention.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_width
+        has_tiles = linear_path() == TILES and self.head_width % _UNIT == 0
+        self.cache_unit = _UNIT if has_tiles else 1
         # Packs what is new or changed; the second copy of the weights lives as long as the model.
         PackedLinears(model, *([] if adapter is None else [adapter]))
         self._point(model, adapter)
@@ -146,6 +155,7 @@ class FusedDecoder:
         assert min(columns.token, default=0) >= 0
         assert max(columns.token, default=0) < len(self._embedding)
         assert columns.num_slots <= cache.num_slots
+        assert cache.unit == self.cache_unit
         count = len(columns.outputs)
         hidden = self._embedding.new_empty(count, self._embedding.shape[1])
         logits = self._embedding.new_empty(count, self._head.out_features)
@@ -163,7 +173,7 @@ class FusedDecoder:
             *(x.buffer_info()[0] for x in (*pointers, *arrays)),
             *(hidden.data_ptr(), logits.data_ptr()),
             None if self.spent is None else self.spent.buffer_info()[0],
-            *(len(columns.token), len(columns.real_start) - 1, first_row, cache.num_slots + 1),
+            *(len(columns.token), len(columns.real_start) - 1, first_row, cache.row_slots),
             *(count, torch.get_num_threads()),
         )
         kernels = load_kernels()
@@ -207,6 +217,7 @@ class FusedDecoder:
             kv_heads=self.kv_heads,
             head_width=self.head_width,
             inner=decoder.layers[0].mlp.gate_proj.out_features,
+            in_units=self.cache_unit > 1,
             epsilon=decoder.norm.variance_epsilon,
             scale=decoder.layers[0].self_attn.scaling,
         )

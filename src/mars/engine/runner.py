@@ -235,7 +235,13 @@ class Runner:
             has_outputs=has_outputs,
         )
         self._reserve(columns.num_slots)
-        self.cache.allocate(decoder.num_layers, decoder.kv_heads, decoder.head_width, decoder.dtype)
+        self.cache.allocate(
+            decoder.num_layers,
+            decoder.kv_heads,
+            decoder.head_width,
+            decoder.dtype,
+            unit=decoder.cache_unit,
+        )
         hidden, logits = decoder.forward(columns, first, self.cache)
         self.cached[rows] = [len(row) for row in tokens]
         return FlatOutputs(

@@ -20,6 +20,8 @@ class _Call(ctypes.Structure):
         ("has_tiles", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("in_units", ctypes.c_int64),
+        ("ahead", ctypes.c_int64),
     )
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from mars.default_model import cache_folder
 
 _NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c", "sample.c")
-_HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.h", "barrier.h", "noise.h", "sample.h")
-)
+_HEADER_NAMES = ("kernels.h", "barrier.h", "elementwise.h", "noise.h", "sample.h")
+_HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
 # -ffp-contract=off: which operations are fused is then the same for every number of rows.

@@ -10,7 +10,6 @@
    Threads run through the whole call together and wait for each other after every step. N columns,
    D width, H query heads, G key-value heads, W head width, F inner width of the feed-forward part. */
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
@@ -18,7 +17,7 @@
 #endif
 
 #include "barrier.h"
-#include "kernels.h"
+#include "elementwise.h"
 
 enum { QUERY, KEY, VALUE, ATTENTION_OUTPUT, GATE, UP, DOWN, NUM_LINEARS };
 
@@ -39,6 +38,7 @@ struct decoder {
     const struct layer *head;
     const bf16 *cosine, *sine; /* positions x W */
     int64_t num_blocks, width, heads, kv_heads, head_width, inner;
+    int64_t in_units; /* the cache consists of units of slots, for tiles */
     float epsilon, scale;
 };
 
@@ -60,83 +60,6 @@ enum { LINEAR, ATTENTION, HEAD, OTHER }; /* phases */
 static int64_t spaced(int64_t width) {
     const int64_t stride = round_up(width, BLOCK);
     return stride % 512 ? stride : stride + BLOCK;
-}
-
-/* 32 numbers as fp32: the even ones, then the odd ones. */
-INLINE uvec load32(const bf16 *p) { return *(const anywhere *)p; }
-INLINE void store32(bf16 *p, vec even, vec odd) {
-    *(anywhere *)p = (round16(even) >> 16) | round16(odd);
-}
-INLINE vec rounded(vec x) { return (vec)round16(x); }
-
-/* RMS norm. Sums run through 32 lanes in a fixed order. */
-static void normalise(bf16 *y, const bf16 *x, const bf16 *weight, int64_t width, float epsilon) {
-    vec even = {0}, odd = {0};
-    int64_t d = 0;
-    for (; d + 2 * LANES <= width; d += 2 * LANES) {
-        const uvec pairs = load32(x + d);
-        even = fma16(low(pairs), low(pairs), even);
-        odd = fma16(high(pairs), high(pairs), odd);
-    }
-    even += odd;
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += even[i];
-    for (int64_t i = d; i < width; i++) sum += widen(x[i]) * widen(x[i]);
-    const float factor = 1.0f / sqrtf(sum / (float)width + epsilon);
-    for (d = 0; d + 2 * LANES <= width; d += 2 * LANES) {
-        const uvec pairs = load32(x + d), w = load32(weight + d);
-        store32(y + d, rounded(low(pairs) * factor) * low(w),
-                rounded(high(pairs) * factor) * high(w));
-    }
-    for (; d < width; d++) y[d] = narrow(widen(narrow(widen(x[d]) * factor)) * widen(weight[d]));
-}
-
-/* Rotate the halves of one head against each other. */
-static void rotate(bf16 *y, const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t width) {
-    const int64_t half = width / 2;
-    int64_t d = 0;
-    for (; d + 2 * LANES <= half; d += 2 * LANES) {
-        const uvec a = load32(x + d), b = load32(x + half + d);
-        const uvec c0 = load32(cosine + d), c1 = load32(cosine + half + d);
-        const uvec s0 = load32(sine + d), s1 = load32(sine + half + d);
-        store32(y + d, rounded(low(a) * low(c0)) - rounded(low(b) * low(s0)),
-                rounded(high(a) * high(c0)) - rounded(high(b) * high(s0)));
-        store32(y + half + d, rounded(low(b) * low(c1)) + rounded(low(a) * low(s1)),
-                rounded(high(b) * high(c1)) + rounded(high(a) * high(s1)));
-    }
-    for (; d < half; d++) {
-        const float a = widen(x[d]), b = widen(x[half + d]);
-        const float ac = widen(narrow(a * widen(cosine[d])));
-        const float bs = widen(narrow(b * widen(sine[d])));
-        const float bc = widen(narrow(b * widen(cosine[half + d])));
-        const float as = widen(narrow(a * widen(sine[half + d])));
-        y[d] = narrow(ac - bs);
-        y[half + d] = narrow(bc + as);
-    }
-}
-
-/* y = silu(y) * up */
-static void gate(bf16 *y, const bf16 *up, int64_t count) {
-    for (int64_t i = 0; i < count; i += 2 * LANES) {
-        const uvec pairs = load32(y + i), other = load32(up + i);
-        vec halves[2] = {low(pairs), high(pairs)};
-        for (int h = 0; h < 2; h++) {
-            const vec x = halves[h], e = exp16(-(vec)((uvec)x & 0x7fffffffu)); /* of -|x| */
-            const vec z = choose(x < 0, e, splat(1.0f));
-            halves[h] = rounded(x * z / (e + 1.0f));
-        }
-        store32(y + i, halves[0] * low(other), halves[1] * high(other));
-    }
-}
-
-/* y += x, rounded; where the last vector would go too far, number by number. */
-static void add(bf16 *y, const bf16 *x, int64_t count) {
-    int64_t i = 0;
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        const uvec a = load32(y + i), b = load32(x + i);
-        store32(y + i, low(a) + low(b), high(a) + high(b));
-    }
-    for (; i < count; i++) y[i] = narrow(widen(y[i]) + widen(x[i]));
 }
 
 static int64_t num_blocks(const struct layer *l) { return round_up(l->outputs, BLOCK) / BLOCK; }
@@ -211,13 +134,18 @@ static void place_heads(const struct decoder *m, const struct step *s, struct sh
             if (b->query_norm) normalise(query, query, b->query_norm, width, m->epsilon);
             rotate(query, query, cosine, sine, width);
         }
-        const int64_t to = row_of[n] * m->kv_heads * cached + s->slot[n] * width;
         for (int64_t i = 0; i < m->kv_heads; i++) {
-            bf16 *key = h->key + (n * m->kv_heads + i) * width;
+            const int64_t from = (n * m->kv_heads + i) * width;
+            const int64_t head = (row_of[n] * m->kv_heads + i) * cached, slot = s->slot[n];
+            bf16 *key = h->key + from, *keys = s->keys[layer] + head;
+            bf16 *value = h->value + from, *values = s->values[layer] + head;
             if (b->key_norm) normalise(key, key, b->key_norm, width, m->epsilon);
-            rotate(s->keys[layer] + to + i * cached, key, cosine, sine, width);
-            memcpy(s->values[layer] + to + i * cached,
-                   h->value + (n * m->kv_heads + i) * width, width * sizeof *key);
+            rotate(key, key, cosine, sine, width);
+            if (m->in_units) put_in_unit(keys, values, slot, key, value, width);
+            else {
+                memcpy(keys + slot * width, key, width * sizeof *key);
+                memcpy(values + slot * width, value, width * sizeof *value);
+            }
         }
     }
 }
@@ -237,21 +165,27 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
         int64_t slots = 0;
         for (int64_t t = 0; t < num; t++)
             slots = s->slot[columns[t]] >= slots ? s->slot[columns[t]] + 1 : slots;
-        const struct call c = {
+        struct call c = {
             .rows = 1, .heads = m->heads, .kv_heads = m->kv_heads, .columns = num, .slots = slots,
             .width = width, .value_width = width,
             .query_strides = {0, width, m->heads * width}, .key_strides = {0, cached, width},
             .value_strides = {0, cached, width}, .mask_strides = {0, h->visible_stride},
             .is_bf16 = 1, .has_tiles = m->head->path == 2, .threads = 1, .scale = m->scale,
+            .in_units = m->in_units,
         };
         const int64_t from = (s->first_row + r) * m->kv_heads * cached;
-        for (int64_t g = 0; g < m->kv_heads; g++)
-            for (int64_t first = 0; first < queries; first += length, task++)
-                if (task % threads == thread)
-                    attend(&c, (char *)h->attended, (const char *)h->query,
-                           (const char *)(s->keys[layer] + from),
-                           (const char *)(s->values[layer] + from), h->visible, columns, 0, g,
-                           first, queries - first < length ? queries - first : length);
+        const int64_t parts = (queries + length - 1) / length;
+        for (int64_t i = 0; i < m->kv_heads * parts; i++, task++) {
+            if (task % threads != thread) continue;
+            const int64_t g = i / parts, first = i % parts * length;
+            const int64_t next = (i % parts + threads) / parts; /* if all rows have as many parts */
+            const int exists = r * m->kv_heads + g + next < s->rows * m->kv_heads;
+            c.ahead = m->in_units && exists ? next * cached : 0;
+            attend(&c, (char *)h->attended, (const char *)h->query,
+                   (const char *)(s->keys[layer] + from), (const char *)(s->values[layer] + from),
+                   h->visible, columns, 0, g, first,
+                   queries - first < length ? queries - first : length);
+        }
         columns += num;
     }
 }
@@ -372,10 +306,10 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     for (int i = 0; i < NUM_LINEARS && rank; i++) h->inner[i] = parts[12] + i * columns * rank;
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
+        const int64_t start = i;
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h->columns[i++] = n;
         for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h->columns[i++] = n;
-        for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) row_of[n] = s->first_row + r;
-        for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) row_of[n] = s->first_row + r;
+        for (int64_t j = start; j < i; j++) row_of[h->columns[j]] = s->first_row + r;
     }
     /* 3. The layers. */
 #pragma omp parallel num_threads(s->threads)

@@ -11,12 +11,12 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 #define HAS_VECTORS 1
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__linux__)
 #define HAS_TILES 1
 #endif
 #endif
 
-enum { LANES = 16 };
+enum { LANES = 16, SLOTS = 32 }; /* of a vector; of a unit of keys and values */
 
 typedef uint16_t bf16;
 
@@ -134,7 +134,10 @@ struct call {
     int64_t rows, heads, kv_heads, columns, slots, width, value_width;
     int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2]; /* elements */
     int64_t is_bf16, has_tiles, threads;
-    float scale;
+    float scale; /* not negative */
+    int64_t in_units; /* keys and values lie as attention_tiles.c says; needs tiles */
+    int64_t ahead;    /* numbers from these keys and values to the next ones that the thread needs, in
+                         units; 0: unknown */
 };
 
 /* Attend from `num` of a row's queries, from the `first` on, with one of its key-value heads.
@@ -142,6 +145,10 @@ struct call {
 void attend(const struct call *c, char *out, const char *query, const char *key, const char *value,
             const uint8_t *mask, const int64_t *columns, int64_t row, int64_t kv_head, int64_t first,
             int64_t num);
+
+/* Write a token's key and value into its slot of a row and head that lie in units. */
+void put_in_unit(bf16 *keys, bf16 *values, int64_t slot, const bf16 *key, const bf16 *value,
+                 int64_t width);
 
 #ifdef HAS_TILES
 /* The same for one row and key-value head, where matrix tiles serve. */
