@@ -81,10 +81,7 @@ def describe_cache(
 ) -> dict[str, int]:
     """Return bytes of the cache, of the texts, and of rows all as long as the longest text."""
     taken = sum(tensor.numel() * tensor.itemsize for tensor in [*cache.keys, *cache.values])
-    slot = sum(
-        2 * keys.shape[1] * keys.shape[3] * keys.itemsize  # heads, width
-        for keys in cache.keys
-    )
+    slot = taken // (cache.num_rows * cache.row_slots)
     lengths = [len(p) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True)]
     return {
         "cache_bytes": taken,
