@@ -21,8 +21,8 @@ from replay import Trace, write_traces
 from mars import load
 from mars.checkpoint import Checkpoint
 from mars.decoding.generate import prepare, run
-from mars.decoding.greedy import decide_outputs
 from mars.decoding.options import DecodingOptions, Layout
+from mars.decoding.plain import decide_outputs
 from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request
 from mars.decoding.step import StepParams

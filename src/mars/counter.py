@@ -10,8 +10,6 @@ the coordinates before it as its state, a coordinate selects one output of that 
 
 import torch
 
-from mars.engine.kernels.noise import gumbel_noise
-
 # torch has no arithmetic on unsigned 64-bit integers: these are the signed numbers of equal bits.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -54,15 +52,7 @@ def gumbel(*parts: int | torch.Tensor) -> torch.Tensor:
     argmax(log p + gumbel) is a draw from p. Large noise decides, and -log(-log(1 - u)) takes it
     from u near 0, where `uniform` has its fine steps: the largest value is 28.4, while 24 bits
     would end at 16.6 and never draw a rare token.
-
-    On the CPU a kernel computes it where the last coordinates are a tensor, ids mostly; its
-    logarithms may differ from torch's in the last place.
     """
-    if parts and isinstance(ids := parts[-1], torch.Tensor) and ids.ndim:
-        state = hash64(*parts[:-1])
-        noise = gumbel_noise(state if state.ndim else state[None], ids)
-        if noise is not None:
-            return noise
     return uniform(*parts).neg_().log1p_().neg_().log_().neg_()
 
 

@@ -40,7 +40,7 @@ def progress_of(plan: RowPlan, settings: dict | None = None) -> Progress:
     request = Request(
         prompt="",
         prompt_ids=[1, 2, 3],
-        options=DecodingOptions(mode=mode, **(settings or {})),
+        options=DecodingOptions(**({"mode": mode} | (settings or {}))),
         window=plan.window,
         end_ids=frozenset(),
         decode=str,
@@ -119,6 +119,22 @@ def test_it_samples_as_in_the_slow_way(step, data: st.DataObject) -> None:
 
 
 @needs_kernel
+@settings(deadline=None, max_examples=150)
+@given(steps(), st.data())
+def test_drafts_that_are_sure_are_said_in_the_threshold_mode(step, data: st.DataObject) -> None:
+    outputs, plans, forbidden = step
+    outputs = outputs._replace(logits_OV=outputs.logits_OV * data.draw(st.sampled_from([8, 64])))
+    chosen = []
+    for plan in plans:
+        threshold = data.draw(st.sampled_from([0.05, 0.3, 0.9]))
+        is_threshold = not plan.drafts and plan.groups
+        chosen.append({"mode": "threshold", "threshold": threshold} if is_threshold else {})
+    for fast, slow in zip(*both(outputs, plans, forbidden, chosen), strict=True):
+        assert (fast.tokens, fast.num_accepted) == (slow.tokens, slow.num_accepted)
+        assert [draft.token for draft in fast.drafts] == [draft.token for draft in slow.drafts]
+
+
+@needs_kernel
 @pytest.mark.parametrize("settings", SETTINGS[1:])
 def test_samples_have_the_distribution_of_the_filtered_logits(settings: dict) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, float("-inf")]).bfloat16()
@@ -184,7 +200,7 @@ def test_of_equal_logits_the_first_is_said() -> None:
         {"logit_bias": {5: 1.0}},
         {"presence_penalty": 0.5},
         {"logprobs": 1},
-        {"mode": "threshold", "threshold": 0.9},
+        {"mode": "threshold", "threshold": 0.9, "confidence": "entropy"},
     ],
 )
 def test_other_rows_go_the_slow_way(settings: dict) -> None:

@@ -6,6 +6,7 @@ them in a near-tie of the last place.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from mars.decoding.plan import RowPlan
 from mars.decoding.request import Progress, Request
 from mars.decoding.sampling import History
 from mars.decoding.step import StepParams, decide
-from mars.engine.kernels.decide import RowOutputs, Sampling, decide_rows
+from mars.engine.kernels.decide import RowDecision, RowOutputs, Sampling, decide_rows
 from mars.engine.runner import FlatOutputs, Outputs
 from mars.gated import correction
 
@@ -79,27 +80,34 @@ def _decide_plain(
     mask_token_id: int | None,
 ) -> list[Decision] | None:
     """Decide all rows as if they were plain."""
+    fed = [_outputs_of(row, plan) for row, plan in zip(rows, plans, strict=True)]
     decided = decide_rows(
         outputs.logits_OV,
         outputs.hidden_OD,
-        [
-            RowOutputs(p.drafts, p.groups, p.window, len(row.tokens), _sampling(row))
-            for row, p in zip(rows, plans, strict=True)
-        ],
+        fed,
         correction=correction(model, outputs.hidden_OD),
         forbidden=mask_token_id,
     )
     if decided is None:
         return None
-    return [
-        Decision(
-            tokens=row.tokens,
-            num_accepted=len(row.tokens) - 1,
-            drafts=[*map(Draft, row.drafts, row.probabilities)],
-            logprobs=[],
-        )
-        for row in decided
-    ]
+    return [_decision(row.request, said) for row, said in zip(rows, decided, strict=True)]
+
+
+def _outputs_of(row: Progress, plan: RowPlan) -> RowOutputs:
+    return RowOutputs(
+        *(plan.drafts, plan.groups, plan.window, len(row.tokens), _sampling(row)),
+        uses_head=row.request.mode == "exact",
+    )
+
+
+def _decision(request: Request, said: RowDecision) -> Decision:
+    tokens, drafts = said.tokens, [*map(Draft, said.drafts, said.probabilities)]
+    # Of the threshold mode, what passes is said, and the rest is nothing to go on with.
+    if request.mode == "threshold":
+        threshold = request.options.threshold or 0.0
+        sure = takewhile(lambda draft: draft.confidence >= threshold, drafts)
+        tokens, drafts = tokens + [draft.token for draft in sure], []
+    return Decision(tokens=tokens, num_accepted=len(said.tokens) - 1, drafts=drafts, logprobs=[])
 
 
 def _sampling(row: Progress) -> Sampling | None:

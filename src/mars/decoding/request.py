@@ -51,10 +51,11 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it verifies every draft, and asks for nothing but tokens, greedy or sampled."""
+        """Whether it asks for nothing but tokens, greedy or sampled."""
         options = self.options
         asks_more = options.has_penalties or options.logit_bias or options.logprobs is not None
-        return not asks_more and self.logits_hook is None and self.mode != "threshold"
+        is_odd = self.mode == "threshold" and options.confidence != "probability"
+        return not (asks_more or is_odd) and self.logits_hook is None
 
     @property
     def most_drafts(self) -> int:

@@ -42,7 +42,7 @@ class StepParams:
     one_by_one: bool
     """Whether a column's logits depend on the tokens chosen before it."""
     are_plain: list[bool]
-    """Whether each row verifies every draft, and asks for nothing but tokens, greedy or sampled."""
+    """Whether each row asks for nothing but tokens, greedy or sampled."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocabulary: int, device: torch.device) -> "StepParams":

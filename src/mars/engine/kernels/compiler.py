@@ -14,7 +14,7 @@ from pathlib import Path
 from mars.default_model import cache_folder
 
 _NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c", "sample.c")
-_HEADER_NAMES = ("kernels.h", "barrier.h", "elementwise.h", "noise.h", "sample.h")
+_HEADER_NAMES = ("kernels.h", "barrier.h", "elementwise.h", "sample.h")
 _HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
@@ -30,7 +30,6 @@ _SIGNATURES = {
     "mars_linear_advise": (None, _POINTER, _INTEGER),
     "mars_linear_let_go": (None, _POINTER, _INTEGER),
     "mars_decide": (_INTEGER, _POINTER),
-    "mars_gumbel": (None, *[_POINTER] * 3, *[_INTEGER] * 4),
     "mars_decoder": (_INTEGER, _POINTER, _POINTER),
     "mars_linear_path": (_INTEGER, _INTEGER),
 }

@@ -27,7 +27,7 @@ struct decision {
     const int64_t *drafts;                    /* of all rows */
     const int64_t *groups, *group_start, *window; /* accept lengths of all rows; rows + 1; rows */
     const struct sampling *sampling;              /* rows, or NULL: all are greedy */
-    const int64_t *length;                        /* rows: committed tokens */
+    const int64_t *length, *uses_head;            /* rows: committed tokens; 0 or 1 */
     int64_t *choice, *accepted, *num_masks, *draft; /* real outputs; rows; rows; rows x most */
     float *probability;                           /* rows x most */
     int64_t rows, vocabulary, width, forbidden, most, threads;
@@ -233,7 +233,7 @@ int64_t mars_decide(const struct decision *d) {
         if (group < 0) continue;
         const int64_t mask = d->mask_start[r] + group * d->window[r];
         const int64_t position = d->sampling ? d->length[r] + accepted + 1 : 0;
-        if (d->head) {
+        if (d->head && d->uses_head[r]) {
             draft_in_turn(d, r, mask, d->window[r], d->choice[first + accepted], position,
                           scratch + r * scratch_size);
             continue;

@@ -18,7 +18,8 @@ from mars.engine.kernels.compiler import load_kernels
 
 _POINTERS = (
     *("head", "logits", "hidden", "real_start", "mask_start", "drafts", "groups", "group_start"),
-    *("window", "sampling", "length", "choice", "accepted", "num_masks", "draft", "probability"),
+    *("window", "sampling", "length", "uses_head"),
+    *("choice", "accepted", "num_masks", "draft", "probability"),
 )
 _SIZES = ("rows", "vocabulary", "width", "forbidden", "most", "threads")
 
@@ -74,6 +75,8 @@ class RowOutputs(NamedTuple):
     """Committed tokens; greedy rows need not tell."""
     sampling: Sampling | None = None
     """None: greedy."""
+    uses_head: bool = True
+    """Whether the draft head corrects what the masks say, if there is one."""
 
 
 class RowDecision(NamedTuple):
@@ -128,6 +131,7 @@ def decide_rows(
             [0, *accumulate(len(row.groups) for row in rows)],
             [row.window for row in rows],
             [row.length for row in rows],
+            [int(row.uses_head) for row in rows],
         )
     ]
     sampling = None
@@ -141,9 +145,9 @@ def decide_rows(
     call = _Decision(
         None if head is None else ctypes.addressof(head),
         *(logits_OV.data_ptr(), hidden_OD.data_ptr()),
-        *(numbers.buffer_info()[0] for numbers in inputs[:-1]),
+        *(numbers.buffer_info()[0] for numbers in inputs[:-2]),
         None if sampling is None else ctypes.addressof(sampling),
-        *(numbers.buffer_info()[0] for numbers in (inputs[-1], *outputs)),
+        *(numbers.buffer_info()[0] for numbers in (*inputs[-2:], *outputs)),
         *(len(rows), logits_OV.shape[1], hidden_OD.shape[1]),
         *(-1 if forbidden is None else forbidden, most, torch.get_num_threads()),
     )
