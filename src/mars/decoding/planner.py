@@ -20,7 +20,7 @@ from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
 _PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
 _DECAY = 0.9  # of what a row has shown, per forward
-_PRIOR = 0.4  # drafts that a row is thought to have had, all as expected
+_PRIOR = 0.2, 0.4  # drafts of a row that are thought to have been right, and were to be
 # What is fed must bring a quarter more than it costs, and this much of a token per row on top:
 # forecasts err, and planning takes time, too.
 _LEAST_RETURN, _MARGIN = 1.25, 0.02
@@ -47,9 +47,9 @@ class Forecast:
 
     survival: list[float] = field(default_factory=list)
     """For every offset of a mask, the probability that its draft and those before it are right."""
-    expected: float = _PRIOR
+    expected: float = _PRIOR[1]
     """Drafts that were to be right by their confidences, and ..."""
-    accepted: float = _PRIOR
+    accepted: float = _PRIOR[0]
     """... that were; both fade."""
     text: list[float] = field(default_factory=lambda: [0.0] * 8)
     """The same as `survival` for drafts that the text suggests; 0 where there were none."""
@@ -84,8 +84,9 @@ class Forecast:
         """Take in a forward: what was fed, how much of it was right, what its masks say."""
         for value in survivals(fed):
             self.expected += value
-        self.accepted = _PRIOR + _DECAY * (self.accepted - _PRIOR + accepted)
-        self.expected = _PRIOR + _DECAY * (self.expected - _PRIOR)
+        right, due = _PRIOR
+        self.accepted = right + _DECAY * (self.accepted - right + accepted)
+        self.expected = due + _DECAY * (self.expected - due)
         for offset, value in enumerate(survivals(found)):
             blend = value + 0.7 * (self.at(offset) - value)
             self.survival[offset : offset + 1] = [blend]
