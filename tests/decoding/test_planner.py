@@ -6,7 +6,17 @@ from hypothesis import strategies as st
 
 from mars.decoding.drafts import Draft
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
-from mars.decoding.planner import _PATIENCE, _PROBE_EVERY, Candidate, Forecast, Planner
+from mars.decoding.planner import (
+    _FIRST_MASKS,
+    _PATIENCE,
+    _PAUSES,
+    _PROBE_EVERY,
+    _TRIES,
+    Candidate,
+    Forecast,
+    Planner,
+    _Clock,
+)
 from mars.engine.step_times import StepTimes
 
 FREE = StepTimes({1: {0: 1.0, 256: 1.0}, 64: {0: 1.0, 256: 1.0}})
@@ -24,7 +34,8 @@ def candidate(
     *confidences: float, window: int = 4, budget: int = 50, forecast: Forecast | None = None
 ) -> Candidate:
     made = tuple(Draft(10 + i, confidence) for i, confidence in enumerate(confidences))
-    return Candidate(made, window, budget, forecast or Forecast())
+    proven = Forecast(expected=1.0, accepted=1.0)
+    return Candidate(made, window, budget, forecast or proven)
 
 
 @st.composite
@@ -39,9 +50,18 @@ def candidates(draw: st.DrawFn) -> Candidate:
     )
 
 
+def ready(times: StepTimes) -> Planner:
+    """Return a planner that has seen a forward without drafts: the first one is always such."""
+    planner = Planner(times)
+    assert planner.plan([candidate(0.9)]) == [RowPlan()]
+    planner.learn([RowPlan()], 1, times.seconds(1, 1))
+    planner._idle = 0
+    return planner
+
+
 @given(st.lists(candidates(), min_size=1, max_size=4), st.floats(0.01, 10), st.floats(0, 1))
 def test_a_plan_fits_the_budget(rows: list[Candidate], fixed: float, column: float) -> None:
-    plans = Planner(times(fixed, column)).plan(rows)
+    plans = ready(times(fixed, column)).plan(rows)
     for row, plan in zip(rows, plans, strict=True):
         assert len(plan.drafts) <= row.budget - 1
         assert plan.drafts == tuple(draft.token for draft in row.drafts)[: len(plan.drafts)]
@@ -55,27 +75,27 @@ def test_a_plan_fits_the_budget(rows: list[Candidate], fixed: float, column: flo
 
 
 def test_everything_is_fed_where_columns_are_free() -> None:
-    (plan,) = Planner(FREE).plan([candidate(0.5, 0.5)])
+    (plan,) = ready(FREE).plan([candidate(0.5, 0.5)])
     assert plan == RowPlan((10, 11), (0, 1, 2), 4)
 
 
 def test_nothing_is_fed_where_a_column_costs_a_token() -> None:
-    assert Planner(DEAR).plan([candidate(0.9, 0.9)] * 3) == [RowPlan()] * 3
+    assert ready(DEAR).plan([candidate(0.9, 0.9)] * 3) == [RowPlan()] * 3
 
 
 def test_what_is_fed_falls_with_the_price() -> None:
     columns = []
     for price in (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 5.0):
-        (plan,) = Planner(times(1.0, price)).plan([candidate(0.7, 0.7, 0.7, 0.7)])
+        (plan,) = ready(times(1.0, price)).plan([candidate(0.7, 0.7, 0.7, 0.7)])
         columns.append(len(plan.drafts) + plan.num_masks)
     assert columns == sorted(columns, reverse=True)
     assert columns[0] > columns[3] > columns[-1] == 0
 
 
 def test_likely_accept_lengths_get_the_groups() -> None:
-    (plan,) = Planner(times(1.0, 0.06)).plan([candidate(0.95, 0.95, 0.95)])
+    (plan,) = ready(times(1.0, 0.06)).plan([candidate(0.95, 0.95, 0.95)])
     assert plan.groups == (3,)
-    (plan,) = Planner(times(1.0, 0.06)).plan([candidate(0.1)])
+    (plan,) = ready(times(1.0, 0.06)).plan([candidate(0.1)])
     assert plan.groups == (0,)
 
 
@@ -84,7 +104,7 @@ def test_drafts_that_turn_out_wrong_lose_trust() -> None:
     for _ in range(20):
         forecast.learn(fed, 0, fed)
     assert forecast.trust < 0.1
-    planner = Planner(times(1.0, 0.05))
+    planner = ready(times(1.0, 0.05))
     (doubted,) = planner.plan([candidate(*[0.8] * 4, forecast=forecast)])
     (trusted,) = planner.plan([candidate(*[0.8] * 4)])
     assert len(doubted.drafts) + doubted.num_masks < len(trusted.drafts) + trusted.num_masks
@@ -103,7 +123,7 @@ def test_masks_are_worth_less_where_the_text_repeats_itself() -> None:
 
 def test_a_row_without_masks_gets_some_now_and_then() -> None:
     forecast = Forecast(survival=[0.01] * 4)
-    planner = Planner(times(1.0, 0.02))
+    planner = ready(times(1.0, 0.02))
     assert planner.plan([candidate(forecast=forecast)]) == [RowPlan()]
     for _ in range(_PROBE_EVERY):
         forecast.learn([], 0, [])
@@ -113,7 +133,7 @@ def test_a_row_without_masks_gets_some_now_and_then() -> None:
 
 
 def test_it_looks_away_where_nothing_pays_longer_each_time_and_back_again() -> None:
-    planner, pauses = Planner(DEAR), []
+    planner, pauses = ready(DEAR), []
     for _ in range(7):
         for _ in range(_PATIENCE):
             assert not planner.is_pausing(1)
@@ -127,7 +147,7 @@ def test_it_looks_away_where_nothing_pays_longer_each_time_and_back_again() -> N
 
 
 def test_a_pause_ends_when_rows_leave() -> None:
-    planner = Planner(DEAR)
+    planner = ready(DEAR)
     for _ in range(_PATIENCE):
         planner.plan([candidate(0.9)] * 8)
     assert planner.is_pausing(8)
@@ -139,19 +159,19 @@ def test_a_pause_ends_when_rows_leave() -> None:
 def test_the_price_rises_with_the_rows_that_share_a_forward() -> None:
     table = {1: {0: 1.0, 32: 1.2}, 64: {0: 2.0, 256: 20.0}}
     row = candidate(0.5, 0.5)
-    alone = Planner(StepTimes(table)).plan([row])
-    together = Planner(StepTimes(table)).plan([row] * 64)
+    alone = ready(StepTimes(table)).plan([row])
+    together = ready(StepTimes(table)).plan([row] * 64)
     assert alone[0].num_masks > 0
     assert together == [RowPlan()] * 64
 
 
 def test_fixed_plans_beside_count() -> None:
-    planner = Planner(times(0.01, 1.0))
+    planner = ready(times(0.01, 1.0))
     assert planner.plan([candidate(0.5)], [RowPlan((1,) * 8, (0, 1), 4)] * 2) == [RowPlan()]
 
 
 def test_learning_raises_the_price() -> None:
-    planner = Planner(times(1.0, 0.05))
+    planner = ready(times(1.0, 0.05))
     before = planner.plan([candidate(*[0.7] * 4)])[0]
     for _ in range(100):
         planner.learn([before], 8, None)
@@ -162,3 +182,56 @@ def test_learning_raises_the_price() -> None:
 @pytest.mark.parametrize("offset", [0, 3, 5])
 def test_offsets_beyond_what_was_seen_are_worth_less(offset: int) -> None:
     assert 0 < Forecast().at(offset + 1) < Forecast().at(offset) < 1
+
+
+def test_times_are_corrected_by_those_that_were_measured() -> None:
+    clock = _Clock(times(1.0, 0.1))
+    assert clock.all(1, 5) == pytest.approx(1.5)
+    clock.note(1, 1, 0.55)  # the table is of a busy hour
+    assert clock.alone(1) == pytest.approx(0.55)
+    assert clock.alone(4) == pytest.approx(0.7)
+    for _ in range(200):
+        clock.note(1, 5, 0.75)
+    assert clock.slope == pytest.approx(0.5, rel=0.1)
+    assert clock.all(1, 5) == pytest.approx(0.75, rel=0.05)
+
+
+def test_it_rests_where_drafts_do_not_pay_in_the_end() -> None:
+    planner, fed = ready(times(1.0, 0.05)), 0
+    for _ in range(100):
+        if planner.is_pausing(1):
+            planner.learn([RowPlan()], 1, 1.05)
+            continue
+        (plan,) = planner.plan([candidate(0.9, 0.9)])
+        fed += bool(plan.drafts)
+        planner.learn([plan], 1, 1.05 + 0.05 * (len(plan.drafts) + plan.num_masks))
+    assert fed <= 3 * _TRIES
+    assert planner._next_pause > _PAUSES[0]
+
+
+def test_it_does_not_rest_where_they_pay() -> None:
+    planner = ready(times(1.0, 0.05))
+    for _ in range(100):
+        assert not planner.is_pausing(1)
+        (plan,) = planner.plan([candidate(0.9, 0.9)])
+        assert plan.drafts
+        planner.learn([plan], 3, 1.05 + 0.05 * (len(plan.drafts) + plan.num_masks))
+
+
+def test_new_rows_end_a_pause() -> None:
+    planner = ready(DEAR)
+    for _ in range(_PATIENCE):
+        planner.plan([candidate(0.9)] * 8)
+    assert planner.is_pausing(8)
+    assert planner.is_pausing(8, new=1)
+    assert not planner.is_pausing(8, new=2)
+
+
+def test_a_row_starts_with_few_masks() -> None:
+    planner, row = ready(FREE), candidate(0.5, 0.5, forecast=Forecast())
+    (plan,) = planner.plan([row])
+    assert plan.window <= _FIRST_MASKS
+    assert len(plan.groups) <= _FIRST_MASKS
+    row.forecast.learn(row.drafts, 1, row.drafts)
+    (plan,) = planner.plan([row])
+    assert plan.window == 4

@@ -20,7 +20,8 @@ from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
 _PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
 _DECAY = 0.9  # of what a row has shown, per forward
-_PRIOR = 0.2, 0.4  # drafts of a row that are thought to have been right, and were to be
+_PRIOR = 0.4  # drafts that a row is thought to have had, all as expected
+_FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was right
 # What is fed must bring a quarter more than it costs, and this much of a token per row on top:
 # forecasts err, and planning takes time, too.
 _LEAST_RETURN, _MARGIN = 1.25, 0.02
@@ -47,14 +48,19 @@ class Forecast:
 
     survival: list[float] = field(default_factory=list)
     """For every offset of a mask, the probability that its draft and those before it are right."""
-    expected: float = _PRIOR[1]
+    expected: float = _PRIOR
     """Drafts that were to be right by their confidences, and ..."""
-    accepted: float = _PRIOR[0]
+    accepted: float = _PRIOR
     """... that were; both fade."""
     text: list[float] = field(default_factory=lambda: [0.0] * 8)
     """The same as `survival` for drafts that the text suggests; 0 where there were none."""
     idle: int = 0
     """Forwards since it had masks."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a draft was right."""
+        return self.accepted > _PRIOR
 
     @property
     def trust(self) -> float:
@@ -84,9 +90,8 @@ class Forecast:
         """Take in a forward: what was fed, how much of it was right, what its masks say."""
         for value in survivals(fed):
             self.expected += value
-        right, due = _PRIOR
-        self.accepted = right + _DECAY * (self.accepted - right + accepted)
-        self.expected = due + _DECAY * (self.expected - due)
+        self.accepted = _PRIOR + _DECAY * (self.accepted - _PRIOR + accepted)
+        self.expected = _PRIOR + _DECAY * (self.expected - _PRIOR)
         for offset, value in enumerate(survivals(found)):
             blend = value + 0.7 * (self.at(offset) - value)
             self.survival[offset : offset + 1] = [blend]
@@ -142,13 +147,15 @@ def choose(row: Candidate, price: float) -> tuple[Choice, Choice]:
     # A mask that is read costs twice, here and in the next forward; behind the first offset that
     # does not bring as much, no other does.
     worth: list[float] = []
-    while len(worth) < row.window and (value := forecast.worth(len(worth))) > 2 * price:
+    most = row.window if forecast.is_proven else min(row.window, _FIRST_MASKS)
+    while len(worth) < most and (value := forecast.worth(len(worth))) > 2 * price:
         worth.append(value - price)
     if not worth and forecast.idle >= _PROBE_EVERY and price < 0.5:
-        worth = [2 * price] * row.window
+        worth = [2 * price] * most
     if not worth:
         return plain, plain
     room = (MOST_COLUMNS - 1 - len(kept)) // len(worth)
+    room = room if forecast.is_proven else min(room, _FIRST_MASKS)
     by_length = enumerate(accept_probabilities(kept))
     groups = [(sum(worth) * chance, i) for i, chance in by_length if row.budget - i - 2 > 0]
     groups = [(value, i) for value, i in groups if value > len(worth) * price]
@@ -203,6 +210,8 @@ class Planner:
             return sum(c.gain for c in choices) - _LEAST_RETURN * cost - _MARGIN * len(rows)
 
         best = max(ways, key=profit)
+        if not self._clock.is_set:
+            return [RowPlan()] * len(rows)
         if profit(best) > 0:
             self._idle = 0
             return [choice.plan for choice in best]
@@ -268,6 +277,8 @@ class _Clock:
         # Seconds of what more columns took, and what the table says of them; both fade.
         self._measured = self._expected = _TRUST_IN_TABLE
         self._alone = 1.0
+        self.is_set = False
+        """Whether a forward that fed nothing was measured: the table may be of a busy hour."""
 
     @property
     def slope(self) -> float:
@@ -287,7 +298,8 @@ class _Clock:
         """Take in how long a forward took."""
         table = self._times.seconds(rows, rows)
         if columns == rows:
-            self._alone += 0.1 * (seconds / table - self._alone)
+            self._alone += (0.1 if self.is_set else 1.0) * (seconds / table - self._alone)
+            self.is_set = True
             return
         more = self._times.seconds(rows, columns) - table
         self._alone *= 1 + 0.02 * (seconds / self.all(rows, columns) - 1)
