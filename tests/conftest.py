@@ -5,7 +5,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from mars.checkpoint import Checkpoint, MarsConfig
+from mars.decoding.plan import RowPlan
+from mars.decoding.planner import Planner
 from mars.engine.step_times import StepTimes
 
 torch.set_num_threads(max(1, min(2, torch.get_num_threads())))
@@ -72,9 +74,19 @@ def make_model(family: str = "llama", *, seed: int = 0, **overrides: object) -> 
 
 @pytest.fixture(autouse=True)
 def cheap_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as on a machine where columns cost little: times of tiny models would say nothing."""
+    """Plan as on a machine where columns cost little: times of tiny models would say nothing.
+
+    The clock of the planner stands still, so that plans do not depend on this machine's hour.
+    """
     times = StepTimes({1: {0: 0.010, 32: 0.012}, 64: {0: 0.020, 256: 0.036}})
     monkeypatch.setattr("mars.decoding.scheduler.step_times", lambda *_: times)
+
+    def learn(planner: Planner, plans: Sequence[RowPlan], committed: int, seconds: object) -> None:
+        planner._clock.is_set = True
+        learn_without(planner, plans, committed, None)
+
+    learn_without = Planner.learn
+    monkeypatch.setattr("mars.decoding.scheduler.Planner.learn", learn)
 
 
 @pytest.fixture(scope="session")
