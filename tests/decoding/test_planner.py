@@ -201,6 +201,13 @@ def test_times_are_corrected_by_those_that_were_measured() -> None:
     assert clock.all(1, 5) == pytest.approx(0.75, rel=0.05)
 
 
+def test_rows_with_plans_of_their_own_do_not_keep_it_from_starting() -> None:
+    fixed = [RowPlan((1,), (), 0)]
+    assert Planner(FREE).plan([candidate(0.9)]) == [RowPlan()]
+    (plan,) = Planner(FREE).plan([candidate(0.9)], fixed)
+    assert plan.drafts
+
+
 def test_it_rests_where_drafts_do_not_pay_in_the_end() -> None:
     planner, fed = ready(times(1.0, 0.05)), 0
     for _ in range(100):

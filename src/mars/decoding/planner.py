@@ -198,6 +198,8 @@ class Planner:
         """Plan a forward of `rows`, beside others whose plans are fixed."""
         count = self._rows = len(rows) + len(fixed)
         base = count + sum(len(plan.drafts) + plan.num_masks for plan in fixed)
+        if base == count and not self._clock.is_set:
+            return [RowPlan()] * len(rows)
         rate = self._speedup * count / self._clock.alone(count)
         price = rate * self._slope(count, base)
         chosen = [choose(row, price) for row in rows]
@@ -210,8 +212,6 @@ class Planner:
             return sum(c.gain for c in choices) - _LEAST_RETURN * cost - _MARGIN * len(rows)
 
         best = max(ways, key=profit)
-        if not self._clock.is_set:
-            return [RowPlan()] * len(rows)
         if profit(best) > 0:
             self._idle = 0
             return [choice.plan for choice in best]
@@ -277,8 +277,8 @@ class _Clock:
         # Seconds of what more columns took, and what the table says of them; both fade.
         self._measured = self._expected = _TRUST_IN_TABLE
         self._alone = 1.0
+        # Whether a forward that fed nothing was measured: the table may be of a busy hour.
         self.is_set = False
-        """Whether a forward that fed nothing was measured: the table may be of a busy hour."""
 
     @property
     def slope(self) -> float:
