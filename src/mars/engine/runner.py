@@ -4,6 +4,7 @@ Shapes: B rows of this call, C real output columns, M mask columns, V vocabulary
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,8 +95,8 @@ class Runner:
         self._groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._decoder = FusedDecoder.of(model, max_positions)
         adapter = attached_adapter(model)
-        modules = [] if self._decoder else [model, *([] if adapter is None else [adapter])]
-        self._linears = PackedLinears(*modules)
+        adapters = () if adapter is None else (adapter,)
+        self._linears = nullcontext() if self._decoder else PackedLinears(model, *adapters)
 
     def add_row(self, most: int | None = None) -> None:
         """Open an empty row behind the others; it will have at most `most` tokens.

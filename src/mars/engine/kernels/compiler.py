@@ -13,8 +13,17 @@ from pathlib import Path
 
 from mars.default_model import cache_folder
 
-_NAMES = ("attention.c", "attention_tiles.c", "linear.c", "decoder.c", "decide.c", "sample.c")
-_HEADER_NAMES = ("kernels.h", "barrier.h", "elementwise.h", "sample.h")
+_NAMES = (
+    "attention.c",
+    "attention_tiles.c",
+    "linear.c",
+    "lora.c",
+    "pack.c",
+    "decoder.c",
+    "decide.c",
+    "sample.c",
+)
+_HEADER_NAMES = ("kernels.h", "packed.h", "sums.h", "barrier.h", "elementwise.h", "sample.h")
 _HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
@@ -25,10 +34,12 @@ _SIGNATURES = {
     "mars_attention": (None, *[_POINTER] * 6),
     "mars_linear": (None, _POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
     "mars_lora": (None, *[_POINTER] * 5, _INTEGER, _INTEGER),
-    "mars_linear_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 4),
-    "mars_linear_are_packed": (_INTEGER, *[_POINTER] * 3, _INTEGER),
-    "mars_linear_advise": (None, _POINTER, _INTEGER),
-    "mars_linear_let_go": (None, _POINTER, _INTEGER),
+    "mars_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 5),
+    "mars_pack_levels": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 5),
+    "mars_packed_bytes": (_INTEGER, *[_INTEGER] * 3),
+    "mars_are_packed": (_INTEGER, *[_POINTER] * 3, _INTEGER),
+    "mars_advise": (None, _POINTER, _INTEGER),
+    "mars_let_go": (None, _POINTER, _INTEGER),
     "mars_decide": (_INTEGER, _POINTER),
     "mars_decoder": (_INTEGER, _POINTER, _POINTER),
     "mars_linear_path": (_INTEGER, _INTEGER),

@@ -40,8 +40,12 @@ static float maximum(const bf16 *x, int64_t count) {
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
         const uvec pairs = *(const anywhere *)(x + i);
         const vec a = low(pairs), b = high(pairs);
+#ifdef __AVX512F__
+        top = (vec)_mm512_max_ps((__m512)b, _mm512_max_ps((__m512)a, (__m512)top));
+#else
         top = choose(a > top, a, top);
         top = choose(b > top, b, top);
+#endif
     }
     float most = -INFINITY;
     for (int k = 0; k < LANES; k++) most = top[k] > most ? top[k] : most;
@@ -169,26 +173,49 @@ static void normalise(float *y, const bf16 *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] *= factor;
 }
 
-/* Drafts of one row, one after the other: the head sees the token before each. `position`: of the
-   first one. */
-static void draft_in_turn(const struct decision *d, int64_t row, int64_t mask, int64_t num,
-                          int64_t previous, int64_t position, float *scratch) {
+/* A mask that is read: what it says by itself, and with the token before it what the head makes of it. */
+struct mask {
+    int64_t row, output, number; /* the last counts from the row's first mask that is read */
+    int64_t found;
+    struct candidate best[CANDIDATES];
+};
+
+/* What a mask says for itself: a draft; or, for the head, candidates and the hidden state's part of
+   the head's inner numbers. */
+static void read_mask(const struct decision *d, struct mask *m, float *inner, float *normed) {
+    const bf16 *logits = d->logits + m->output * d->vocabulary;
+    const struct sampling *s = sampling_of(d, m->row);
+    if (inner) {
+        const struct head *h = d->head;
+        m->found = largest(m->best, logits, d->vocabulary);
+        normalise(normed, d->hidden + m->output * d->width, d->width);
+        for (int64_t i = 0; i < h->inner; i++)
+            inner[i] = h->bias[i] + dot(h->from_hidden + i * d->width, normed, d->width);
+        return;
+    }
+    const int64_t likeliest = argmax(logits, d->vocabulary), at = m->row * d->most + m->number;
+    const int64_t position = d->sampling ? d->length[m->row] + d->accepted[m->row] + 1 : 0;
+    const float top = widen(logits[likeliest]);
+    d->draft[at] = s ? sample(logits, d->vocabulary, s, top, position + m->number) : likeliest;
+    d->probability[at] = certainty(logits, d->vocabulary, top);
+}
+
+/* Drafts of one row, one after the other: the head sees the token before each. */
+static void draft_in_turn(const struct decision *d, struct mask *masks, int64_t num, float *inner,
+                          float *normed, float *corrected) {
     const struct head *h = d->head;
+    const int64_t width = d->width, row = masks->row;
     const struct sampling *s = sampling_of(d, row);
-    const int64_t width = d->width;
-    float *normed = scratch, *inner = normed + width, *corrected = inner + h->inner;
-    for (int64_t w = 0; w < num; w++) {
-        const bf16 *logits = d->logits + (mask + w) * d->vocabulary;
-        const bf16 *hidden = d->hidden + (mask + w) * width;
-        struct candidate best[CANDIDATES];
-        const int64_t found = largest(best, logits, d->vocabulary);
+    const int64_t position = d->sampling ? d->length[row] + d->accepted[row] + 1 : 0;
+    int64_t previous = d->choice[d->real_start[row] + d->accepted[row]];
+    for (int64_t w = 0; w < num; w++, inner += h->inner) {
+        struct candidate *best = masks[w].best;
+        const int64_t found = masks[w].found;
+        const bf16 *hidden = d->hidden + masks[w].output * width;
         for (int64_t i = 0; i < found; i++)
             for (int64_t k = 0; k < width; k += 32)
                 __builtin_prefetch(h->logit + best[i].id * width + k);
         /* z' = z + W_o silu(W_z z + b + W_e e) */
-        normalise(normed, hidden, width);
-        for (int64_t i = 0; i < h->inner; i++)
-            inner[i] = h->bias[i] + dot(h->from_hidden + i * width, normed, width);
         normalise(normed, h->embedding + previous * width, width);
         for (int64_t i = 0; i < h->inner; i++) {
             const float x = inner[i] + dot(h->from_token + i * width, normed, width);
@@ -211,43 +238,52 @@ static void draft_in_turn(const struct decision *d, int64_t row, int64_t mask, i
     }
 }
 
+/* Verify a row's drafts, and find the masks behind the last right one; return their number. */
+static int64_t verify(const struct decision *d, int64_t row, struct mask *masks) {
+    const int64_t first = d->real_start[row], num = d->real_start[row + 1] - first - 1;
+    const int64_t *drafts = d->drafts + first - row; /* one output per row has none */
+    int64_t accepted = 0, group = -1;
+    while (accepted < num && d->choice[first + accepted] == drafts[accepted]) accepted++;
+    for (int64_t g = d->group_start[row]; g < d->group_start[row + 1]; g++)
+        if (d->groups[g] == accepted) group = g - d->group_start[row];
+    d->accepted[row] = accepted;
+    d->num_masks[row] = group < 0 ? 0 : d->window[row];
+    for (int64_t w = 0; w < d->num_masks[row]; w++) {
+        masks[w].row = row, masks[w].number = w;
+        masks[w].output = d->mask_start[row] + group * d->window[row] + w;
+    }
+    return d->num_masks[row];
+}
+
 int64_t mars_decide(const struct decision *d) {
-    const int64_t real = d->real_start[d->rows], scratch_size = d->head ? 2 * d->width + d->head->inner : 0;
+    const int64_t real = d->real_start[d->rows], inner = d->head ? d->head->inner : 0;
     if (d->forbidden >= 0)
         for (int64_t o = 0; o < d->mask_start[d->rows]; o++)
             d->logits[o * d->vocabulary + d->forbidden] = 0xff80; /* -infinity */
 #pragma omp parallel for num_threads(d->threads) if (real > 2)
     for (int64_t o = 0; o < real; o++) d->choice[o] = choose_real(d, o);
-    float *scratch = malloc(d->rows * scratch_size * sizeof *scratch + 1);
-    if (!scratch) return 1;
-#pragma omp parallel for num_threads(d->threads) if (d->rows > 1)
-    for (int64_t r = 0; r < d->rows; r++) {
-        const int64_t first = d->real_start[r], num = d->real_start[r + 1] - first - 1;
-        const int64_t *drafts = d->drafts + first - r; /* one output per row has none */
-        int64_t accepted = 0, group = -1;
-        while (accepted < num && d->choice[first + accepted] == drafts[accepted]) accepted++;
-        for (int64_t g = d->group_start[r]; g < d->group_start[r + 1]; g++)
-            if (d->groups[g] == accepted) group = g - d->group_start[r];
-        d->accepted[r] = accepted;
-        d->num_masks[r] = group < 0 ? 0 : d->window[r];
-        if (group < 0) continue;
-        const int64_t mask = d->mask_start[r] + group * d->window[r];
-        const int64_t position = d->sampling ? d->length[r] + accepted + 1 : 0;
-        if (d->head && d->uses_head[r]) {
-            draft_in_turn(d, r, mask, d->window[r], d->choice[first + accepted], position,
-                          scratch + r * scratch_size);
-            continue;
-        }
-        for (int64_t w = 0; w < d->window[r]; w++) {
-            const bf16 *logits = d->logits + (mask + w) * d->vocabulary;
-            const struct sampling *s = sampling_of(d, r);
-            const int64_t likeliest = argmax(logits, d->vocabulary);
-            const float top = widen(logits[likeliest]);
-            d->draft[r * d->most + w] =
-                s ? sample(logits, d->vocabulary, s, top, position + w) : likeliest;
-            d->probability[r * d->most + w] = certainty(logits, d->vocabulary, top);
-        }
+    const int64_t most = d->rows * d->most, numbers = inner + 2 * d->width;
+    struct mask *masks = malloc(most * sizeof *masks + 1);
+    float *scratch = malloc(most * numbers * sizeof *scratch + 1);
+    int64_t *first = malloc((d->rows + 1) * sizeof *first), total = 0;
+    const int is_short = !masks || !scratch || !first;
+    for (int64_t r = 0; r < d->rows && !is_short; r++) {
+        first[r] = total;
+        total += verify(d, r, masks + total);
+        first[r + 1] = total;
     }
-    free(scratch);
-    return 0;
+    float *normed = scratch + most * inner, *corrected = normed + most * d->width;
+#pragma omp parallel for num_threads(d->threads) if (total > 1)
+    for (int64_t i = 0; i < total; i++) {
+        const int uses_head = d->head && d->uses_head[masks[i].row];
+        read_mask(d, masks + i, uses_head ? scratch + i * inner : NULL, normed + i * d->width);
+    }
+#pragma omp parallel for num_threads(d->threads) if (d->rows > 1)
+    for (int64_t r = 0; r < (is_short ? 0 : d->rows); r++) {
+        const int64_t i = first[r], num = first[r + 1] - i, at = i * d->width;
+        if (num && d->head && d->uses_head[r])
+            draft_in_turn(d, masks + i, num, scratch + i * inner, normed + at, corrected + at);
+    }
+    free(masks), free(scratch), free(first);
+    return is_short;
 }

@@ -64,24 +64,14 @@ static int64_t spaced(int64_t width) {
 
 static int64_t num_blocks(const struct layer *l) { return round_up(l->outputs, BLOCK) / BLOCK; }
 
-/* A x for the masks among some columns: what B is going to be applied to. Real columns have zeros. */
-static void lora_inner(const struct linear *l, const bf16 *x, int64_t stride, bf16 *inner,
-                       int64_t num_real, int64_t begin, int64_t end) {
-    const int64_t first = begin > num_real ? begin : num_real;
-    if (!l->lora_a || first >= end) return;
-    const int64_t width = round_up(l->lora_a->outputs, BLOCK);
-    linear_blocks(l->lora_a, NULL, x + first * stride, stride, inner + first * width, width,
-                  end - first, 0, width / BLOCK);
-}
-
 /* Some blocks of a linear layer with its LoRA, for all columns. */
 static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride,
-                  int64_t columns, const bf16 *inner, int64_t block, int64_t end) {
-    if (!l->lora_b || !inner) {
+                  int64_t columns, const bf16 *inner, int64_t rank, int64_t block, int64_t end) {
+    if (!l->lora_b || !rank) {
         linear_blocks(l->main, NULL, x, stride, y, y_stride, columns, block, end);
         return;
     }
-    const struct extra lora = {l->lora_b, inner, round_up(l->lora_b->inputs, BLOCK)};
+    const struct extra lora = {l->lora_b, inner, rank};
     linear_blocks(l->main, &lora, x, stride, y, y_stride, columns, block, end);
 }
 
@@ -89,11 +79,17 @@ static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y
 struct shared {
     struct barrier barrier;
     bf16 *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
-    bf16 *inner[NUM_LINEARS]; /* of LoRA: N x its rank, filled up; NULL without masks */
-    uint8_t *visible;   /* N x visible_stride */
-    int64_t *columns;   /* of every row, one row after another */
-    int64_t visible_stride, num_real;
+    float *sums;      /* of LoRA: PIECES x ALIKE x rank / BLOCK x masks x BLOCK */
+    bf16 *inner;      /* threads x ALIKE x N x rank; zeros for real columns */
+    uint8_t *visible; /* N x visible_stride */
+    int64_t *columns; /* of every row, one row after another */
+    int64_t visible_stride, num_real, num_masks;
+    int64_t rank; /* filled up; 0: no masks, or no layer has LoRA */
 };
+
+enum { MASKS = 32 }; /* that one thread takes through LoRA at once: two tiles */
+enum { PIECES = 4 }; /* of the inputs of A */
+enum { ALIKE = 3 };  /* most layers with the same x */
 
 /* The share of a thread of `total` things. */
 #define SHARE(total, begin, end) \
@@ -105,6 +101,49 @@ struct shared {
 #define WAIT_AFTER(phase) \
     WAIT \
     if (s->spent && !thread) clock = note(s->spent + phase, clock);
+
+/* Where the sums of a piece, layer and block begin. */
+static float *sums_of(const struct shared *h, int64_t piece, int64_t layer, int64_t block) {
+    return h->sums + ((piece * ALIKE + layer) * h->rank + block * BLOCK) * h->num_masks;
+}
+
+/* LoRA of `count` layers with the same x, for the masks: A x, to which B is going to be applied. First
+   sums over pieces of the inputs, shared among threads: they are likely to have made theirs. */
+static void lora_sums(const struct shared *h, const struct linear *l, int64_t count, const bf16 *x,
+                      int64_t stride, int64_t thread, int64_t threads) {
+    const int64_t parts = (h->num_masks + MASKS - 1) / MASKS;
+    x += h->num_real * stride;
+    SHARE(PIECES * count * parts, head, tail);
+    for (int64_t task = head; task < tail; task++) {
+        const int64_t piece = task / (count * parts), i = task / parts % count;
+        const int64_t first = task % parts * MASKS, left = h->num_masks - first;
+        const struct layer *a = l[i].lora_a;
+        const int64_t groups = a ? round_up(a->inputs, BLOCK) / BLOCK : 0;
+        for (int64_t block = 0; a && block < num_blocks(a); block++)
+            linear_sums(a, x + first * stride, stride, sums_of(h, piece, i, block) + first * BLOCK,
+                        left < MASKS ? left : MASKS, block, groups * piece / PIECES,
+                        groups * (piece + 1) / PIECES);
+    }
+}
+
+/* Then every thread adds them up for itself; returns A x of the first layer. */
+static bf16 *lora_inner(const struct step *s, const struct shared *h, const struct linear *l,
+                        int64_t count, int64_t thread) {
+    bf16 *inner = h->inner + thread * ALIKE * s->columns * h->rank;
+    const int64_t apart = ALIKE * h->rank * h->num_masks; /* pieces */
+    for (int64_t i = 0; i < count && h->rank; i++)
+        for (int64_t block = 0; l[i].lora_a && block < num_blocks(l[i].lora_a); block++)
+            for (int64_t n = 0; n < h->num_masks; n++) {
+                const float *from = sums_of(h, 0, i, block) + n * BLOCK;
+                bf16 *to = inner + (i * s->columns + h->num_real + n) * h->rank + block * BLOCK;
+                for (int64_t k = 0; k < BLOCK; k += LANES) {
+                    vec sum = load(from + k);
+                    for (int64_t p = 1; p < PIECES; p++) sum += load(from + p * apart + k);
+                    store16(to + k, sum);
+                }
+            }
+    return inner;
+}
 
 /* Start: embed tokens, and note who sees what. */
 static void embed(const struct decoder *m, const struct step *s, struct shared *h,
@@ -170,7 +209,7 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
             .width = width, .value_width = width,
             .query_strides = {0, width, m->heads * width}, .key_strides = {0, cached, width},
             .value_strides = {0, cached, width}, .mask_strides = {0, h->visible_stride},
-            .is_bf16 = 1, .has_tiles = m->head->path == 2, .threads = 1, .scale = m->scale,
+            .is_bf16 = 1, .has_tiles = m->head->path == TILES, .threads = 1, .scale = m->scale,
             .in_units = m->in_units,
         };
         const int64_t from = (s->first_row + r) * m->kv_heads * cached;
@@ -195,28 +234,30 @@ static void add_layer(const struct decoder *m, const struct step *s, struct shar
                       const struct block *b, int which, const bf16 *input, int64_t stride,
                       int64_t thread, int64_t threads) {
     const struct linear *l = b->linears + which;
-    if (h->inner[which]) {
-        SHARE(s->columns, head, tail);
-        lora_inner(l, input, stride, h->inner[which], h->num_real, head, tail);
+    if (h->rank) {
+        lora_sums(h, l, 1, input, stride, thread, threads);
         WAIT
     }
+    const bf16 *inner = lora_inner(s, h, l, 1, thread);
     SHARE(num_blocks(l->main), begin, end);
-    apply(l, input, stride, h->output, m->width, s->columns, h->inner[which], begin, end);
+    apply(l, input, stride, h->output, m->width, s->columns, inner, h->rank, begin, end);
     const int64_t from = begin * BLOCK, to = end * BLOCK < m->width ? end * BLOCK : m->width;
     for (int64_t n = 0; n < s->columns && from < to; n++)
         add(h->x + n * m->width + from, h->output + n * m->width + from, to - from);
 }
 
-/* The input of some layers: x, normalised, and what their LoRA makes of it; for some columns. */
-static void prepare(const struct decoder *m, struct shared *h, const struct block *b,
-                    const bf16 *norm, int which, int last, int64_t begin, int64_t end) {
+/* The input of `count` layers: x, normalised, and the sums of their LoRA; a share of it. */
+static void prepare(const struct decoder *m, const struct step *s, struct shared *h,
+                    const struct linear *l, int64_t count, const bf16 *norm, int64_t thread,
+                    int64_t threads) {
     const int64_t stride = spaced(m->width);
+    SHARE(s->columns, begin, end);
     for (int64_t n = begin; n < end; n++)
         normalise(h->normed + n * stride, h->x + n * m->width, norm, m->width, m->epsilon);
-    for (; which <= last; which++)
-        if (h->inner[which])
-            lora_inner(b->linears + which, h->normed, stride, h->inner[which], h->num_real, begin,
-                       end);
+    if (h->rank) {
+        WAIT
+        lora_sums(h, l, count, h->normed, stride, thread, threads);
+    }
 }
 
 static int64_t run_block(const struct decoder *m, const struct step *s, struct shared *h,
@@ -227,16 +268,18 @@ static int64_t run_block(const struct decoder *m, const struct step *s, struct s
     const int64_t columns = s->columns, stride = spaced(m->width), inner = spaced(m->inner);
     SHARE(columns, begin, end);
     /* 1. Attention. */
-    prepare(m, h, b, b->attention_norm, QUERY, VALUE, begin, end);
+    prepare(m, s, h, l + QUERY, 3, b->attention_norm, thread, threads);
     WAIT_AFTER(OTHER)
     bf16 *outputs[] = {h->query, h->key, h->value};
+    const bf16 *low = lora_inner(s, h, l + QUERY, 3, thread);
     int64_t total = 0, before = 0;
     for (int i = QUERY; i <= VALUE; i++) total += num_blocks(l[i].main);
     SHARE(total, first, last);
     for (int i = QUERY; i <= VALUE; i++) {
         const int64_t num = num_blocks(l[i].main), from = first - before, to = last - before;
-        apply(l + i, h->normed, stride, outputs[i], l[i].main->outputs, columns, h->inner[i],
-              from < 0 ? 0 : from, to < num ? to : num);
+        apply(l + i, h->normed, stride, outputs[i], l[i].main->outputs, columns,
+              low + (i - QUERY) * columns * h->rank, h->rank, from < 0 ? 0 : from,
+              to < num ? to : num);
         before += num;
     }
     WAIT_AFTER(LINEAR)
@@ -247,11 +290,13 @@ static int64_t run_block(const struct decoder *m, const struct step *s, struct s
     add_layer(m, s, h, b, ATTENTION_OUTPUT, h->attended, m->heads * m->head_width, thread, threads);
     WAIT_AFTER(LINEAR)
     /* 2. Feed forward. */
-    prepare(m, h, b, b->mlp_norm, GATE, UP, begin, end);
+    prepare(m, s, h, l + GATE, 2, b->mlp_norm, thread, threads);
     WAIT_AFTER(OTHER)
     SHARE(num_blocks(l[GATE].main), head, tail);
-    apply(l + GATE, h->normed, stride, h->gate, inner, columns, h->inner[GATE], head, tail);
-    apply(l + UP, h->normed, stride, h->up, inner, columns, h->inner[UP], head, tail);
+    low = lora_inner(s, h, l + GATE, 2, thread);
+    apply(l + GATE, h->normed, stride, h->gate, inner, columns, low, h->rank, head, tail);
+    low += columns * h->rank;
+    apply(l + UP, h->normed, stride, h->up, inner, columns, low, h->rank, head, tail);
     for (int64_t n = 0; n < columns; n++)
         gate(h->gate + n * inner + head * BLOCK, h->up + n * inner + head * BLOCK,
              (tail - head) * BLOCK);
@@ -274,7 +319,7 @@ static int64_t lora_rank(const struct decoder *m, int64_t masks) {
 
 int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     const int64_t columns = s->columns, num_real = s->real_start[s->rows];
-    struct shared all = {.num_real = num_real}, *h = &all;
+    struct shared all = {.num_real = num_real, .num_masks = columns - num_real}, *h = &all;
     /* 1. Scratch, in one piece; sizes in numbers of two bytes. */
     int64_t slots = 1;
     for (int64_t n = 0; n < columns; n++) {
@@ -283,11 +328,12 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     }
     h->visible_stride = round_up(slots, 64);
     const int64_t kv = m->kv_heads * m->head_width, queries = m->heads * m->head_width;
-    const int64_t rank = lora_rank(m, columns - num_real), wide = spaced(m->inner);
+    const int64_t rank = h->rank = lora_rank(m, h->num_masks), wide = spaced(m->inner);
     const int64_t sizes[] = {
         columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
         columns * queries, columns * wide, columns * wide, columns * m->width,
-        columns * h->visible_stride / 2, columns * 4, columns * 4, NUM_LINEARS * columns * rank,
+        columns * h->visible_stride / 2, columns * 4, columns * 4, s->threads * ALIKE * columns * rank,
+        2 * PIECES * ALIKE * rank * h->num_masks,
     };
     enum { PARTS = sizeof sizes / sizeof *sizes };
     bf16 *parts[PARTS];
@@ -302,8 +348,8 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     h->visible = (uint8_t *)parts[9];
     h->columns = (int64_t *)parts[10];
     int64_t *row_of = (int64_t *)parts[11];
-    memset(parts[12], 0, NUM_LINEARS * columns * rank * sizeof *memory);
-    for (int i = 0; i < NUM_LINEARS && rank; i++) h->inner[i] = parts[12] + i * columns * rank;
+    h->inner = parts[12], h->sums = (float *)parts[13];
+    memset(h->inner, 0, sizes[12] * sizeof *memory);
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
         const int64_t start = i;

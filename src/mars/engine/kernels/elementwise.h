@@ -13,6 +13,10 @@ INLINE uvec load32(const bf16 *p) { return *(const anywhere *)p; }
 INLINE void store32(bf16 *p, vec even, vec odd) {
     *(anywhere *)p = (round16(even) >> 16) | round16(odd);
 }
+typedef bf16 numbers16 __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+INLINE void store16(bf16 *p, vec x) {
+    *(numbers16 *)p = __builtin_convertvector(round16(x) >> 16, numbers16);
+}
 INLINE vec rounded(vec x) { return (vec)round16(x); }
 
 /* RMS norm. Sums run through 32 lanes in a fixed order. */

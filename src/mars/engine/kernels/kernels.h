@@ -84,8 +84,13 @@ INLINE vec high(uvec pairs) { return (vec)(pairs & 0xffff0000u); }
 
 /* fp32 numbers rounded to bf16, ties to even, in the high halves; a NaN stays one. */
 INLINE uvec round16(vec x) {
+#ifdef HAS_VECTORS /* numbers below 2 ** -126 become 0 */
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+    return (uvec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+#else
     const uvec bits = (uvec)x, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     return (uvec)choose(x == x, (vec)rounded, (vec)(bits | 0x400000u)) & 0xffff0000u;
+#endif
 }
 
 /* One number of bf16 as fp32, and back. */
@@ -161,17 +166,20 @@ int tiles_fit(const struct call *c);
 /* How many queries of a key-value head a call of `attend` should take, so that all threads work. */
 int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads);
 
+enum path { NO_PATH, VECTORS, TILES };                      /* which instructions: linear.c */
+enum form { DENSE, NARROW, SHORT, LEVELS_4, LEVELS_8 }; /* of packed weights: packed.h */
+
 /* A linear layer. */
 struct layer {
-    const bf16 *weight; /* packed */
-    const bf16 *bias;   /* or NULL */
-    int64_t outputs, inputs, path;
+    const uint8_t *weight; /* packed */
+    const bf16 *bias;      /* or NULL */
+    int64_t outputs, inputs, path, form;
 };
 
 enum { BLOCK = 32 }; /* outputs of a block; numbers of outputs and inputs are filled up to blocks */
 
-/* What a layer adds to the sums of another one before they are rounded: as many rows, its own inputs.
-   Rows of zeros change nothing. */
+/* What a layer, dense or short, adds to the sums of another one before they are rounded: as many
+   rows, its own inputs. Rows of zeros change nothing. */
 struct extra {
     const struct layer *layer;
     const bf16 *x; /* rows of round_up(inputs, BLOCK) numbers, zeros behind the inputs */
@@ -182,5 +190,14 @@ struct extra {
    numbers between rows. An output has the bits that it has in every other division into calls. */
 void linear_blocks(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
                    bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end);
+
+/* x: M rows, `stride` apart, of K numbers; y: M rows of N numbers. */
+void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
+                 int64_t threads);
+
+/* Add up products of some groups of 32 inputs, from `group` to `end`, for one block of outputs and up
+   to 32 rows: `sums` has 32 numbers per row. */
+void linear_sums(const struct layer *l, const bf16 *x, int64_t stride, float *sums, int64_t rows,
+                 int64_t block, int64_t group, int64_t end);
 
 #endif

@@ -2,7 +2,9 @@
 
 `PackedLinears` runs the `nn.Linear` layers of a stock model through `linear.c` inside a `with`
 block and leaves no trace in the model. The weights exist twice then: as the model's parameters and
-packed, in the order in which the kernel reads them. Parameters that are a mapped file, as those of
+packed, in the order in which the kernel reads them. Layers that were quantised once, in blocks of
+32 inputs as GGUF's Q4_0, Q4_1 and Q8_0, are packed in 4 or 8 bits (`packed.h`) and nothing is lost:
+the kernel computes with the very same weights. Parameters that are a mapped file, as those of
 a model loaded in the precision of its file, need no memory once they are packed: their pages are
 given back to the system, which reads them again when somebody wants them.
 """
@@ -12,7 +14,6 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from mars.engine.kernels.compiler import load_kernels
 
 TILES = 2  # of `linear_path`: AMX
-_BLOCK = 32  # outputs and inputs are filled up to multiples of it
+_DENSE, _NARROW, _SHORT, *_LEVELS = range(5)  # forms of packed.h
+_HALF = 16  # most outputs of a narrow layer, most inputs of a short one
 _LARGE_PAGE = 1 << 21
 _VECTORS_ONLY = "avx512"  # value of MARS_KERNELS: leave the tiles (AMX) alone
 
@@ -42,6 +44,7 @@ class _Layer(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("path", ctypes.c_int64),
+        ("form", ctypes.c_int64),
     )
 
 
@@ -62,17 +65,19 @@ class PackedLinears:
     gradient, work as always.
     """
 
-    def __init__(self, *models: nn.Module) -> None:
-        """Pack what is not packed yet: a copy of all the weights."""
+    def __init__(self, model: nn.Module, *adapters: nn.Module) -> None:
+        """Pack what is not packed yet: a copy of all the weights.
+
+        Layers of adapters are packed as they are: they add to the sums of other layers.
+        """
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
-        modules = chain.from_iterable(model.modules() for model in models)
-        layers = [m for m in modules if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)]
-        path = linear_path() if layers else 0  # it compiles the kernels
+        layers, added = _layers(model), [x for adapter in adapters for x in _layers(adapter)]
+        path = linear_path() if layers or added else 0  # it compiles the kernels
         if not path:
             return
         with _first_packing:
-            _pack(_stale(layers, path), path)
-            self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in layers]
+            _pack(_stale([*layers, *added], path), path, set(added))
+            self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in [*layers, *added]]
 
     def __enter__(self) -> Self:
         for attributes, forward in self._forwards:
@@ -131,7 +136,7 @@ def want_large_pages(memory: Tensor) -> None:
     """Ask for large pages for a tensor that nobody has touched yet, where that is possible."""
     kernels = load_kernels() if memory.device.type == "cpu" else None
     if kernels is not None:
-        kernels.mars_linear_advise(memory.data_ptr(), memory.nbytes)
+        kernels.mars_advise(memory.data_ptr(), memory.nbytes)
 
 
 def linear_path() -> int:
@@ -148,29 +153,46 @@ def linear_path() -> int:
 class _Packed:
     """The packed weights of one layer, and what tells whether they are still those of the layer."""
 
-    def __init__(self, layer: nn.Linear, memory: Tensor, path: int) -> None:
-        self.memory = memory
+    def __init__(self, layer: nn.Linear, memory: Tensor, path: int, levels: Sequence[int]) -> None:
+        """Pack a layer into the first bytes of `memory`, in one of the forms `levels` if it can be.
+
+        Else as it is. `memory` has as many bytes as `_most_bytes` says, at least.
+        """
         self.outputs, self.inputs = layer.weight.shape
-        self.layer = _Layer(memory.data_ptr(), None, self.outputs, self.inputs, path)
+        self.layer = _Layer(None, None, self.outputs, self.inputs, path, _DENSE)
         self.structure = ctypes.addressof(self.layer)
         self.address = self.version = self.bias_address = 0
-        self.update(layer)
+        self._pack(layer, memory, (*levels, _plain_form(layer)))
 
     def update(self, layer: nn.Linear) -> bool:
         """Pack the layer's weight again, or do nothing and return False where it does not fit."""
-        weight, bias = layer.weight, layer.bias
-        if not _is_fit(layer) or weight.shape != (self.outputs, self.inputs):
+        if not _is_fit(layer) or layer.weight.shape != (self.outputs, self.inputs):
             return False
-        sizes = self.outputs, self.inputs, weight.stride(0)
-        with _packing:
-            pointers = self.memory.data_ptr(), weight.data_ptr()
-            _kernels().mars_linear_pack(*pointers, *sizes, torch.get_num_threads())
-            self.address, self.version = weight.data_ptr(), weight._version
-            self.bias_address = bias is not None and bias.data_ptr()
-            self.layer.bias = self.bias_address or None
-            # Aliases: as long as they live, no other tensor can have their addresses.
-            self.sources = weight.detach(), None if bias is None else bias.detach()
+        if not self._pack(layer, self.memory, (self.layer.form,)):  # no levels any more
+            memory = torch.empty(_most_bytes(layer), dtype=torch.uint8)
+            self._pack(layer, memory, (_plain_form(layer),))
         return True
+
+    def _pack(self, layer: nn.Linear, memory: Tensor, forms: Sequence[int]) -> bool:
+        """Pack in the first of some forms that can hold the weights; False: in none."""
+        weight, bias = layer.weight, layer.bias
+        arguments = memory.data_ptr(), weight.data_ptr(), *weight.shape, weight.stride(0)
+        threads = torch.get_num_threads()
+        with _packing:
+            for form in forms:
+                if form not in _LEVELS:
+                    _kernels().mars_pack(*arguments, form, threads)
+                elif not _kernels().mars_pack_levels(*arguments, form, threads):
+                    continue
+                self.memory = memory[: _kernels().mars_packed_bytes(*weight.shape, form)]
+                self.layer.weight, self.layer.form = memory.data_ptr(), form
+                self.address, self.version = weight.data_ptr(), weight._version
+                self.bias_address = bias is not None and bias.data_ptr()
+                self.layer.bias = self.bias_address or None
+                # Aliases: as long as they live, no other tensor can have their addresses.
+                self.sources = weight.detach(), None if bias is None else bias.detach()
+                return True
+        return False
 
     def is_of(self, layer: nn.Linear, path: int) -> bool:
         """Whether these are the weights of the layer, as far as torch tells, for this path."""
@@ -197,7 +219,13 @@ class PackedSample:
         """Compare; the layers' weights must still be where they were."""
         arrays = (self._structures, self._weights, self._strides)
         pointers = (values.buffer_info()[0] for values in arrays)
-        return bool(_kernels().mars_linear_are_packed(*pointers, len(self._structures)))
+        return bool(_kernels().mars_are_packed(*pointers, len(self._structures)))
+
+
+def _layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers of a model that can be packed."""
+    modules = model.modules()
+    return [m for m in modules if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)]
 
 
 def _kernels() -> ctypes.CDLL:
@@ -239,21 +267,35 @@ def _stale(layers: list[nn.Linear], path: int) -> list[nn.Linear]:
     return [layer for layer in layers if layer not in set(kept)]
 
 
-def _pack(layers: list[nn.Linear], path: int) -> None:
+def _pack(layers: list[nn.Linear], path: int, added: set[nn.Linear]) -> None:
     """Pack layers into one stretch of memory: with large pages it is read a quarter faster."""
     if not layers:
         return
-    sizes = [_round_up(layer.out_features) * _round_up(layer.in_features) for layer in layers]
-    memory = torch.empty(2 * sum(sizes) + 2 * _LARGE_PAGE, dtype=torch.uint8)
+    # What levels save is never touched: it is no memory.
+    memory = torch.empty(sum(map(_most_bytes, layers)) + 2 * _LARGE_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % _LARGE_PAGE
-    memory = memory[start : start + 2 * sum(sizes)].view(torch.bfloat16)
+    memory = memory[start:]
     want_large_pages(memory)
     files = _mapped_files()
-    for layer, stretch in zip(layers, memory.split(sizes), strict=True):
-        _packed[layer] = _Packed(layer, stretch, path)
+    for layer in layers:
+        packed = _Packed(layer, memory, path, () if layer in added else _LEVELS)
+        _packed[layer] = packed
+        memory = memory[packed.memory.nbytes :]
         start = layer.weight.data_ptr()
         if any(first <= start < end for first, end in files):
-            _kernels().mars_linear_let_go(start, layer.weight.nbytes)
+            _kernels().mars_let_go(start, layer.weight.nbytes)
+
+
+def _plain_form(layer: nn.Linear) -> int:
+    """Return the form of weights as they are."""
+    if layer.out_features <= _HALF:
+        return _NARROW
+    return _SHORT if layer.in_features <= _HALF else _DENSE
+
+
+def _most_bytes(layer: nn.Linear) -> int:
+    """Return the bytes of a layer's weights in the largest form."""
+    return _kernels().mars_packed_bytes(layer.out_features, layer.in_features, _DENSE)
 
 
 def _mapped_files() -> list[tuple[int, int]]:
@@ -264,10 +306,6 @@ def _mapped_files() -> list[tuple[int, int]]:
         return []
     ranges = [line.split()[0].split("-") for line in lines if len(line.split()) > 5 and "/" in line]
     return [(int(first, 16), int(end, 16)) for first, end in ranges]
-
-
-def _round_up(number: int) -> int:
-    return -(-number // _BLOCK) * _BLOCK
 
 
 def _forward_of(module: nn.Linear, packed: _Packed) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,88 @@
+/* Sums of products with packed weights, in matrix tiles; and what goes with them. */
+
+#ifndef MARS_SUMS_H
+#define MARS_SUMS_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "packed.h"
+
+enum { AHEAD = 3 << 10 }; /* how far ahead of their use weights are fetched, in bytes */
+enum { RING = 8 };        /* groups of weights that are expanded one after another */
+
+INLINE bf16 *room(int64_t bytes) {
+    bf16 *memory = aligned_alloc(64, round_up(bytes, 64));
+    if (!memory) abort();
+    return memory;
+}
+
+/* Bytes of a block of packed weights. */
+INLINE int64_t block_bytes(const struct layer *l, int64_t form) {
+    return round_up(l->inputs, BLOCK) / BLOCK * group_bytes(form);
+}
+
+/* A copy of rows whose width is filled up with zeros, 16 of which do not compete for cache lines. */
+static inline bf16 *copy_rows(const bf16 *x, int64_t stride, int64_t rows, int64_t inputs,
+                       int64_t new_stride) {
+    bf16 *copy = room(rows * new_stride * sizeof *copy);
+    for (int64_t r = 0; r < rows; r++) {
+        memcpy(copy + r * new_stride, x + r * stride, inputs * sizeof *copy);
+        memset(copy + r * new_stride + inputs, 0, (new_stride - inputs) * sizeof *copy);
+    }
+    return copy;
+}
+
+#ifdef HAS_TILES
+enum { TILE = 16 }; /* rows of x, or outputs */
+
+/* Compilers do not know that tile instructions read and write memory. */
+#define MEMORY_BARRIER __asm__ volatile("" ::: "memory")
+
+static inline void configure(int64_t rows) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) config = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.row_bytes[i] = 64;
+        config.rows[i] = i < 6 ? rows : TILE; /* sums 0 to 3, rows of x 4 and 5, weights 6 and 7 */
+    }
+    MEMORY_BARRIER;
+    _tile_loadconfig(&config);
+}
+
+/* Add products of some groups of inputs to the sums in the tiles 0 to 3. Weights that are fetched
+   come from memory, else from a near cache. */
+static inline __attribute__((always_inline)) void
+add_groups(int two, int fetch, int64_t form, const uint8_t *w, const bf16 *x0, const bf16 *x1,
+           int64_t stride, int64_t groups) {
+    bf16 ring[RING][GROUP] __attribute__((aligned(64)));
+    const int64_t bytes = group_bytes(form);
+    for (int64_t g = 0; g < groups; g++, w += bytes, x0 += BLOCK, x1 += BLOCK) {
+        for (int64_t i = 0; fetch && i < bytes; i += 64)
+            _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
+        const bf16 *numbers = expanded(form, ring[g % RING], w);
+        MEMORY_BARRIER;
+        _tile_loadd(4, x0, stride * sizeof *x0);
+        _tile_loadd(6, numbers, 2 * LINE * sizeof *numbers);
+        _tile_loadd(7, numbers + LINE, 2 * LINE * sizeof *numbers);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) _tile_loadd(5, x1, stride * sizeof *x1);
+        if (two) _tile_dpbf16ps(2, 5, 6);
+        if (two) _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+INLINE void clear_sums(int two) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) _tile_zero(2);
+    if (two) _tile_zero(3);
+    MEMORY_BARRIER;
+}
+
+#endif
+#endif
