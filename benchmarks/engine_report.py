@@ -25,6 +25,11 @@ PAIRS = (
     ("threshold", "ar"),
     ("threshold", BLOCK_CACHE),
 )
+# How the plot draws ways that have no color of their own: block caches with other blocks.
+OTHERS = tuple(
+    {"color": "black", "linestyle": line, "marker": marker}
+    for line, marker in (("solid", "s"), ("dashed", "^"), ("dotted", "x"))
+)
 
 
 def summarise(cell: Cell) -> dict[str, dict[str, Any]]:
@@ -183,6 +188,7 @@ def plot(cells: dict[str, Any], path: Path) -> None:
         SystemExit: matplotlib is not installed.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SystemExit(
@@ -195,8 +201,10 @@ def plot(cells: dict[str, Any], path: Path) -> None:
         return
     across = max(Counter(dtype for dtype, _ in panels).values())
     dtypes = list(dict.fromkeys(dtype for dtype, _ in panels))
-    figure = Figure(figsize=(5 * across, 4 * len(dtypes)), layout="constrained")
-    axes = figure.subplots(len(dtypes), across, squeeze=False)
+    figure = Figure(figsize=(4.2 * across + 2, 4 * len(dtypes)), layout="constrained")
+    axes = figure.subplots(len(dtypes), across, squeeze=False, sharey=True)
+    found = dict.fromkeys(way for summary in speed.values() for way in summary)
+    known = [way for way in WAYS if way in found] + sorted(set(found) - set(WAYS))
     handles: dict[str, Any] = {}
     for row, dtype in zip(axes, dtypes, strict=True):
         names = [name for d, name in panels if d == dtype]
@@ -204,32 +212,52 @@ def plot(cells: dict[str, Any], path: Path) -> None:
             axis.set_visible(False)
         for axis, name in zip(row, names, strict=False):
             columns = {b: s for (d, n, b), s in sorted(speed.items()) if (d, n) == (dtype, name)}
-            handles |= _draw(axis, columns)
+            handles |= _draw(axis, columns, known)
             axis.set_title(f"{name}, {dtype}")
-            axis.set_xlabel("batch size")
-            axis.set_ylabel("tokens per second")
-    known = [way for way in WAYS if way in handles] + [way for way in handles if way not in WAYS]
-    figure.legend([handles[way] for way in known], known, loc="outside right upper")
-    # Without a date, a picture of the same figures is the same file.
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            _scale(axis, sorted({batch_size for _, _, batch_size in speed}))
+        row[0].set_ylabel("tokens per second\n(median, smallest to largest group)")
+    figure.legend([handles[way] for way in known], known, loc="outside right upper", frameon=False)
+    # Text stays text; and without a date and random names a picture of the same figures is the
+    # same file.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mars"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _draw(axis: Any, columns: dict[int, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def _draw(
+    axis: Any, columns: dict[int, dict[str, dict[str, Any]]], known: Sequence[str]
+) -> dict[str, Any]:
     """Draw the ways of a panel; return a handle of each for the legend."""
     handles = {}
-    found = {way for summary in columns.values() for way in summary}
-    for way in sorted(found, key=lambda way: (way not in WAYS, way)):
+    ways = [way for way in known if any(way in summary for summary in columns.values())]
+    others = [way for way in known if way not in WAYS]
+    for number, way in enumerate(ways):
         points = [(b, s[way]["tokens_per_s"]) for b, s in columns.items() if way in s]
-        sizes = [batch_size for batch_size, _ in points]
+        beside = 2 ** (0.04 * (number - (len(ways) - 1) / 2))  # bars must not hide each other
+        sizes = [batch_size * beside for batch_size, _ in points]
         median = [value["median"] for _, value in points]
         below = [value["median"] - value["min"] for _, value in points]
         above = [value["max"] - value["median"] for _, value in points]
-        color = f"C{WAYS.index(way)}" if way in WAYS else "black"
-        handles[way] = axis.errorbar(
-            sizes, median, [below, above], color=color, marker="o", markersize=4, capsize=2
+        style = (
+            {"color": f"C{WAYS.index(way)}"}
+            if way in WAYS
+            else OTHERS[others.index(way) % len(OTHERS)]
         )
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(list(columns), [str(batch_size) for batch_size in columns])
-    axis.grid(alpha=0.3)
+        handles[way] = axis.errorbar(
+            *(sizes, median, [below, above]),
+            **{"marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1.2, **style},
+        )
     return handles
+
+
+def _scale(axis: Any, sizes: Sequence[int]) -> None:
+    """Give a panel logarithmic axes with plain numbers."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_xlabel("batch size")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [str(batch_size) for batch_size in sizes])
+    axis.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(3, 0.5)))
+    axis.grid(which="both", alpha=0.25)

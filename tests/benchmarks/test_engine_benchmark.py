@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ import engine_memory
 import pytest
 import torch
 from engine_cells import Store, measure
-from engine_report import markdown, plot, summarise
+from engine_report import _draw, markdown, plot, spread_of, summarise
 from engine_ways import STOCK, Answer, Workbench, is_way
 from llama_client import LlamaProcess
+from matplotlib.figure import Figure
 from prompts import groups_of, spread
 
 from mars.checkpoint import Checkpoint
@@ -155,7 +157,6 @@ def test_the_command_resumes_and_prints_tables(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr("engine_ways.load", lambda *_, **__: llama)
     command = ["engine.py", str(data), "--quick", "--memory-batch-sizes", "--json"]
     command += [str(data / "out.json"), "--max-new-tokens", "6", "--ways", "ar", "exact"]
@@ -175,6 +176,52 @@ def test_the_command_resumes_and_prints_tables(
     monkeypatch.setattr("engine.measure", None)
     engine.main()
     assert capsys.readouterr().out == printed
+
+
+def made_up_cells() -> dict[str, Any]:
+    """Two precisions, one of them with one set only; other ways at other batch sizes."""
+    speeds = {
+        "bfloat16/gsm8k/1": {"exact": [110, 120, 125], "ar": [70, 75, 80], "llama.cpp": [126]},
+        "bfloat16/gsm8k/32": {"exact": [700, 750], "ar": [720], "block-cache-16": [361, 362]},
+        "bfloat16/chat/1": {"exact": [140], "block-cache-7": [55]},
+        "float32/gsm8k/1": {"exact": [29, 30]},
+    }
+    cells: dict[str, Any] = {"bfloat16/memory/1": {"ar": {"peak_bytes": 3 << 20}}}
+    for key, ways in speeds.items():
+        summary = {way: {"tokens_per_s": spread_of(values)} for way, values in ways.items()}
+        cells[key] = {"summary": summary}
+    return cells
+
+
+def test_a_plot_names_what_it_shows(tmp_path: Path) -> None:
+    cells = made_up_cells()
+    plot(cells, tmp_path / "plot.svg")
+    written = (tmp_path / "plot.svg").read_text()
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", written)
+    assert {"exact", "ar", "llama.cpp", "block-cache-7", "block-cache-16"} <= set(texts)
+    assert {"gsm8k, bfloat16", "chat, bfloat16", "gsm8k, float32"} <= set(texts)
+    assert {"tokens per second", "batch size", "1", "32", "100"} <= set(texts), "plain numbers"
+    assert "transformers" not in texts, "not measured"
+    assert texts.count("exact") == 1, "one legend for all panels"
+    plot(cells, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == written
+    plot(cells, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    plot({"bfloat16/memory/1": {}}, tmp_path / "empty.svg")
+    assert not (tmp_path / "empty.svg").exists()
+
+
+def test_a_plot_shows_median_smallest_and_largest() -> None:
+    """Ways stand beside each other, in the order of the legend, so that bars hide no others."""
+    axis, summary = Figure().subplots(), made_up_cells()["bfloat16/gsm8k/1"]["summary"]
+    handles = _draw(axis, {1: summary}, ["ar", "exact", "llama.cpp"])
+    drawn = {}
+    for way, (points, _, (bar,)) in handles.items():
+        (x,), (y,) = points.get_data()
+        drawn[way] = (x, y, *bar.get_segments()[0][:, 1])
+    assert drawn["ar"][1:] == (75, 70, 80)
+    assert drawn["exact"][1:] == (120, 110, 125)
+    assert 0.9 < drawn["ar"][0] < drawn["exact"][0] < drawn["llama.cpp"][0] < 1.1
 
 
 def test_a_plot_without_matplotlib_says_what_to_do(

@@ -1,11 +1,13 @@
 """The table of step times: measured once, kept on disk, straight lines between its entries."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from mars.decoding.plain import decide_made_up
 from mars.engine.step_times import StepTimes, _Stopwatch, step_times
@@ -40,31 +42,119 @@ def test_more_columns_never_take_less(rows: int, extra: int) -> None:
     assert times.seconds(rows, rows + extra + 1) >= times.seconds(rows, rows + extra) > 0
 
 
-def test_what_is_known_is_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Machine:
+    """A machine that is as fast as it is told to be, and notes what is measured on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.calls: list[tuple[int, int]] = []
+        self.load = 1.0  # by which everything takes longer
+
+    def times(self, model: PreTrainedModel, max_rows: int) -> StepTimes:
+        return step_times(model, max_rows, decide_made_up, measure=self._measure)
+
+    def start_process(self) -> None:
+        """Forget what only this process knows."""
+        self._monkeypatch.setattr("mars.engine.step_times._trusted", set())
+        self.calls.clear()
+
+    def _measure(self, rows: int, extra: int) -> float:
+        self.calls.append((rows, extra))
+        return self.load * (rows + 0.1 * extra)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("MARS_HOME", str(tmp_path))
-    model, calls = make_model(), []
+    machine = Machine(monkeypatch)
+    machine.start_process()
+    return machine
 
-    def measure(rows: int, extra: int) -> float:
-        calls.append((rows, extra))
-        return rows + 0.1 * extra
 
-    assert step_times(model, 1, decide_made_up, measure=measure).seconds(1, 1) == 1
-    assert {rows for rows, _ in calls} == {1}
-    calls.clear()
-    step_times(model, 3, decide_made_up, measure=measure)
-    assert {rows for rows, _ in calls} == {2, 4}
-    calls.clear()
-    assert step_times(model, 4, decide_made_up, measure=measure).seconds(4, 4) == 4
-    assert not calls
-    step_times(make_model(hidden_size=64), 1, decide_made_up, measure=measure)
-    assert calls, "another model, another table"
-    for path in (tmp_path / "step-times").iterdir():
-        path.write_text("{")
-    calls.clear()
-    step_times(model, 1, decide_made_up, measure=measure)
-    assert calls, "a damaged file is replaced"
+def test_what_is_known_is_not_measured_again(machine: Machine) -> None:
+    model = make_model()
+    assert machine.times(model, 1).seconds(1, 1) == 1
+    assert {rows for rows, _ in machine.calls} == {1}
+    machine.calls.clear()
+    machine.times(model, 3)
+    assert {rows for rows, _ in machine.calls} == {2, 4}
+    machine.calls.clear()
+    assert machine.times(model, 4).seconds(4, 4) == 4
+    assert not machine.calls
+    machine.times(make_model(hidden_size=64), 1)
+    assert machine.calls, "another model, another table"
+
+
+def test_another_process_checks_the_table_once(machine: Machine) -> None:
+    model = make_model()
+    machine.times(model, 4)
+    machine.start_process()
+    assert machine.times(model, 8).seconds(4, 4) == 4
+    assert machine.calls[0] == (1, 0)
+    assert {rows for rows, _ in machine.calls[1:]} == {8}
+    machine.calls.clear()
+    machine.times(model, 4)
+    assert not machine.calls
+
+
+def test_a_table_of_a_busy_hour_is_replaced(machine: Machine, tmp_path: Path) -> None:
+    model = make_model()
+    machine.load = 3.0
+    assert machine.times(model, 8).seconds(4, 4) == 12
+    machine.load = 1.0
+    assert machine.times(model, 8).seconds(4, 4) == 12, "this process has measured it"
+    machine.start_process()
+    assert machine.times(model, 2).seconds(2, 2) == 2
+    assert {rows for rows, _ in machine.calls} == {1, 2}
+    (path,) = (tmp_path / "step-times").iterdir()
+    table = json.loads(path.read_text())
+    assert {rows: seconds["0"] for rows, seconds in table.items()} == {"1": 1, "2": 2}
+    machine.start_process()
+    machine.times(model, 2)
+    assert machine.calls == [(1, 0)], "the new table stands"
+
+
+@pytest.mark.parametrize("load", [0.75, 3.0])
+def test_a_table_stays_in_a_busy_hour_and_if_it_is_about_right(
+    machine: Machine, load: float
+) -> None:
+    model = make_model()
+    machine.times(model, 4)
+    machine.start_process()
+    machine.load = load
+    assert machine.times(model, 4).seconds(4, 4) == 4
+    assert machine.calls == [(1, 0)]
+
+
+def test_the_check_is_of_the_fewest_rows_there_are(machine: Machine, tmp_path: Path) -> None:
+    model = make_model()
+    machine.times(model, 2)
+    (path,) = (tmp_path / "step-times").iterdir()
+    path.write_text(json.dumps({"64": {"0": 64.0}, "8": {"0": 8.0}}))
+    machine.start_process()
+    assert machine.times(model, 2).seconds(2, 2) == 2
+    assert machine.calls[0] == (8, 0)
+    assert set(json.loads(path.read_text())) == {"1", "2", "8", "64"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "[]", "3", '{"1": 2.0}', '{"1": {"0": []}}', '{"x": {"0": 1.0}}', "{}"),
+        *('{"1": {}}', '{"1": {"3": 1.0}}', '{"1": {"0": 0.0}}', '{"1": {"0": NaN}}'),
+        '{"0": {"0": 9.0}}',
+    ],
+)
+def test_a_damaged_table_is_measured_again(machine: Machine, tmp_path: Path, content: str) -> None:
+    model = make_model()
+    machine.times(model, 1)
+    (path,) = (tmp_path / "step-times").iterdir()
+    whole = path.read_text()
+    path.write_text(content)
+    machine.start_process()
+    assert machine.times(model, 1).seconds(1, 1) == 1
+    assert len(machine.calls) == 6
+    assert path.read_text() == whole
 
 
 def test_without_a_writable_folder_it_is_measured_each_time(

@@ -3,6 +3,12 @@
 import gc
 import random
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
 
 from mars import Engine
 from mars.checkpoint import Checkpoint
@@ -46,19 +52,39 @@ def test_500_requests_through_32_rows(llama: Checkpoint) -> None:
     assert num_cancelled > 10
 
 
-def test_thousands_of_requests_leave_nothing_behind(llama: Checkpoint) -> None:
-    options = DecodingOptions(max_new_tokens=2, ignore_eos=True, temperature=1.0)
-    prompts = [[4 + number % 250] * (1 + number % 9) for number in range(500)]
-    counts, slots = [], []
-    with Engine(llama, max_rows=16) as engine:
-        for _ in range(4):
-            handles = [engine.submit(prompt, options) for prompt in prompts]
-            handles[3].cancel()
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_10_000_requests_leave_nothing_behind(
+    tiny_checkpoint: Callable[..., Checkpoint], dtype: torch.dtype
+) -> None:
+    """Neither Python's objects nor the memory of the process grow, in any kind of decoding."""
+    checkpoint = tiny_checkpoint("llama")
+    checkpoint.model.to(dtype)
+    few = DecodingOptions(max_new_tokens=2, ignore_eos=True)
+    kinds = [
+        replace(few, temperature=1.0),
+        replace(few, mode="ar", logprobs=2, frequency_penalty=0.5),
+        replace(few, mode="threshold", threshold=0.5),
+        DecodingOptions(max_new_tokens=8, stop=("zq",)),
+    ]
+    process = psutil.Process()
+    counts, slots, resident = [], [], []
+    with Engine(checkpoint, max_rows=16) as engine:
+        for _ in range(20):
+            handles = []
+            for number in range(500):
+                prompt = [4 + number % 250] * (1 + number % 9)
+                handles.append(engine.submit(prompt, kinds[number % 4]))
+                if number % 50 == 0:
+                    handles[-1].cancel()
             for handle in handles:
                 handle.result(PATIENCE)
             del handle, handles
             gc.collect()
             counts.append(len(gc.get_objects()))
             slots.append(engine._scheduler._runner.cache.num_slots)
+            resident.append(process.memory_info().rss)
     assert len(set(slots)) == 1
-    assert counts[-1] - counts[1] < 100, counts
+    # The first 2,000 fill caches and pools. Then 8,000 requests may take 250 bytes each.
+    assert counts[-1] - counts[3] < 100, counts
+    assert resident[-1] - resident[3] < 2_000_000, resident

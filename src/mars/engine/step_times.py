@@ -5,6 +5,7 @@ Columns are what all rows feed together: last tokens, drafts and masks.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -28,13 +29,17 @@ _EXTRA = (0, 1, 3, 7, 15, 31)  # columns of a row beyond its last token
 _MOST_EXTRA = 256  # of all rows
 _CONTEXT = 256  # tokens in the cache; what is in them takes no part
 _WINDOW = 4  # masks per group, for models that tell no other number
-_REPEATS = 5
+_REPEATS, _FEW_REPEATS = 5, 3
+_BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
 _FORMAT = 2
 
 Measure = Callable[[int, int], float]
 """(rows, columns of a row beyond its last token) -> seconds of a forward."""
 Decide = Callable[[Outputs | FlatOutputs, PreTrainedModel, Sequence[RowPlan]], object]
 """(outputs, model, what made-up rows have fed): decide on them, as a step does, and wait for it."""
+
+
+_trusted: set[Path] = set()  # tables that this process has measured or checked
 
 
 class StepTimes:
@@ -85,9 +90,18 @@ def step_times(
     A row count takes about half a second on a small model; the file is found again by model shape,
     adapter, dtype, device, threads, kernels and torch version. A folder that cannot be written
     costs the measurement each time.
+
+    The table may be of a busy hour, which makes times longer, never shorter. So a process that
+    reads one times a plain forward of its fewest rows, once. If that takes much less than the table
+    says, the table is measured again; if it takes longer, the machine is busy now, and it stays.
     """
     path = cache_folder() / "step-times" / f"{_key(model)}.json"
     known = _read(path)
+    if known and path not in _trusted:
+        rows = min(known)
+        check = measure or _Stopwatch(model, decide, _FEW_REPEATS)
+        if check(rows, 0) < _BUSY * known[rows][0]:
+            known = {}
     needed = [rows for rows in _ROWS if rows < max_rows]
     needed.append(next((rows for rows in _ROWS if rows >= max_rows), _ROWS[-1]))
     missing = [rows for rows in needed if rows not in known]
@@ -97,14 +111,15 @@ def step_times(
             wanted = [extra for extra in _EXTRA if extra * rows <= _MOST_EXTRA]
             known[rows] = {extra * rows: measure(rows, extra) for extra in wanted}
         _write(path, known)
+    _trusted.add(path)
     return StepTimes(known)
 
 
 class _Stopwatch:
     """Time steps of made-up rows."""
 
-    def __init__(self, model: PreTrainedModel, decide: Decide) -> None:
-        self._model, self._decide = model, decide
+    def __init__(self, model: PreTrainedModel, decide: Decide, repeats: int = _REPEATS) -> None:
+        self._model, self._decide, self._repeats = model, decide, repeats
         self._runner: Runner | None = None
 
     def __call__(self, rows: int, extra: int) -> float:
@@ -121,7 +136,7 @@ class _Stopwatch:
         groups = masks // window if masks else 0
         plan = RowPlan((1,) * (extra - groups * window), tuple(range(groups)), window)
         best = float("inf")
-        for _ in range(_REPEATS):
+        for _ in range(self._repeats):
             # The last token is taken back: it runs again.
             self._runner.cached = [_CONTEXT - 1] * rows
             start = time.perf_counter()
@@ -150,10 +165,16 @@ def _key(model: PreTrainedModel) -> str:
 
 def _read(path: Path) -> dict[int, dict[int, float]]:
     try:
-        table = json.loads(path.read_text())
-        return {int(r): {int(c): float(s) for c, s in row.items()} for r, row in table.items()}
-    except (OSError, ValueError, AttributeError):  # missing or damaged: measured again
+        content = json.loads(path.read_text())
+        table = {int(r): {int(c): float(s) for c, s in row.items()} for r, row in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: measured again
         return {}
+    return {rows: seconds for rows, seconds in table.items() if _is_whole(rows, seconds)}
+
+
+def _is_whole(rows: int, seconds: Mapping[int, float]) -> bool:
+    """Whether a row of the table can be one that was measured."""
+    return rows > 0 and 0 in seconds and all(0 < s < math.inf for s in seconds.values())
 
 
 def _write(path: Path, table: Mapping[int, Mapping[int, float]]) -> None:
