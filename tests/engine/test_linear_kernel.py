@@ -192,9 +192,11 @@ def test_changes_that_torch_does_not_tell_are_noticed_by_the_next() -> None:
 def test_weights_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(make_layer(40, 50), make_layer(9, 40)), torch.randn(3, 50).to(BF16)
     packed = []
-    update = linear._Packed.update
+    pack = linear._Packed._pack
     monkeypatch.setattr(
-        linear._Packed, "update", lambda self, layer: packed.append(layer) or update(self, layer)
+        linear._Packed,
+        "_pack",
+        lambda self, layer, *a: packed.append(layer) or pack(self, layer, *a),
     )
     for _ in range(2):
         with torch.no_grad(), PackedLinears(model):

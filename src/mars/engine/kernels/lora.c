@@ -6,9 +6,9 @@
 
 #include "sums.h"
 
-#ifdef HAS_VECTORS
 void linear_sums(const struct layer *l, const bf16 *x, int64_t stride, float *sums, int64_t rows,
                  int64_t block, int64_t group, int64_t end) {
+#ifdef HAS_VECTORS
     const uint8_t *w = l->weight + block * block_bytes(l, l->form) + group * group_bytes(l->form);
     bf16 *copy = NULL;
     if (l->inputs % BLOCK) {
@@ -51,8 +51,10 @@ void linear_sums(const struct layer *l, const bf16 *x, int64_t stride, float *su
             }
     }
     free(copy);
-}
+#else
+    (void)l, (void)x, (void)stride, (void)sums, (void)rows, (void)block, (void)group, (void)end;
 #endif
+}
 
 /* y += B A x for M rows in each of `batches`: x of K numbers, y of N. Strides between batches and
    between rows, in numbers: of x, then of y. Every step is rounded, as if layer by layer. */
