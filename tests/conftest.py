@@ -81,7 +81,7 @@ def cheap_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     times = StepTimes({1: {0: 0.010, 32: 0.012}, 64: {0: 0.020, 256: 0.036}})
     monkeypatch.setattr("mars.decoding.scheduler.step_times", lambda *_: times)
 
-    def learn(planner: Planner, plans: Sequence[RowPlan], committed: int, seconds: object) -> None:
+    def learn(planner: Planner, plans: Sequence[RowPlan], committed: int, *_: object) -> None:
         planner._clock.is_set = True
         learn_without(planner, plans, committed, None)
 

@@ -220,10 +220,16 @@ class Planner:
             self._rest()
         return [RowPlan()] * len(rows)
 
-    def learn(self, plans: Sequence[RowPlan], committed: int, seconds: float | None) -> None:
+    def learn(
+        self,
+        plans: Sequence[RowPlan],
+        committed: int,
+        seconds: float | None,
+        planning: float = 0.0,
+    ) -> None:
         """Take in what a forward of these plans has committed, in all rows, and how long it took.
 
-        `seconds` is None if it did more, such as reading a prompt.
+        `seconds` is None if it did more, such as reading a prompt; planning took time before.
         """
         count = len(plans)
         columns = sum(1 + len(plan.drafts) + plan.num_masks for plan in plans)
@@ -233,7 +239,7 @@ class Planner:
             seconds = min(seconds, 2 * self._clock.all(count, columns))
             self._clock.note(count, columns, seconds)
             if columns > count:
-                self._judge((committed - count) * alone / count, seconds - alone)
+                self._judge((committed - count) * alone / count, seconds + planning - alone)
         speedup = committed / count * alone / self._clock.all(count, columns)
         self._speedup += 0.1 * (speedup - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
@@ -246,7 +252,9 @@ class Planner:
         self._tries += 1
         self._won = _DECAY * self._won + won
         self._spent, self._paid = _DECAY * self._spent + self._paid, spent
-        if self._tries >= _TRIES and self._won < _ENOUGH * self._spent:
+        # Where it has rested before, for want of success, it looks sooner.
+        enough = _TRIES if self._next_pause == _PAUSES[0] else _TRIES // 2
+        if self._tries >= enough and self._won < _ENOUGH * self._spent:
             self._rest()
         elif self._tries >= 2 * _TRIES:
             self._next_pause = _PAUSES[0]

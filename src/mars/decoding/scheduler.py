@@ -220,6 +220,7 @@ class Scheduler:
         new = sum(self._num_unread(number) > 1 for number in range(first, first + count))
         candidates = self._candidates_of(rows, new)
         plans = self._plan(progress, candidates)
+        planned = time.perf_counter()
         outputs = self._runner.run(first, [row.tokens for row in progress], plans)
         params = self._params_of(rows, outputs[0])
         histories = self._histories_of(rows, outputs[0]) if params.has_penalties else []
@@ -228,8 +229,9 @@ class Scheduler:
             self._mask_token_id,
         )
         self._runner.keep(first, [decision.num_accepted for decision in decisions])
-        seconds = None if new else time.perf_counter() - started
-        self._learn(rows, candidates, plans, decisions, seconds)
+        # Planning is told apart: at first it reads the prompts.
+        seconds = None if new else time.perf_counter() - planned
+        self._learn(rows, candidates, plans, decisions, seconds, planned - started)
         events = [self._commit(row, d) for row, d in zip(rows, decisions, strict=True)]
         for number in reversed(range(first, first + count)):
             if self._rows[number].is_over:
@@ -269,6 +271,7 @@ class Scheduler:
         plans: Sequence[RowPlan],
         decisions: Sequence[Decision],
         seconds: float | None,
+        planning: float,
     ) -> None:
         """Note what was fed, and let the planner and the rows' forecasts learn from it."""
         for row, plan in zip(rows, plans, strict=True):
@@ -277,7 +280,8 @@ class Scheduler:
         planned = [candidate for candidate in candidates if candidate is not None]
         if self._planner is None or not planned:
             return
-        self._planner.learn(plans, sum(len(decision.tokens) for decision in decisions), seconds)
+        committed = sum(len(decision.tokens) for decision in decisions)
+        self._planner.learn(plans, committed, seconds, planning)
         if planned[0] is NOTHING:
             return
         for row, candidate, plan, made in zip(rows, candidates, plans, decisions, strict=True):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from mars.decoding.plan import RowPlan
 from mars.default_model import cache_folder
-from mars.engine.kernels.linear import linear_path
+from mars.engine.kernels.linear import linear_path, packed_bytes
 from mars.engine.runner import FlatOutputs, Outputs, Runner
 from mars.gated import attached_adapter
 
@@ -158,7 +158,8 @@ def _key(model: PreTrainedModel) -> str:
         None if adapter is None else replace(adapter.config, base=None, fingerprint=""),
         str(model.dtype),
         *(device, platform.processor(), os.cpu_count(), torch.get_num_threads()),
-        *(linear_path() if device == "cpu" else 0, torch.__version__),
+        *((linear_path(), packed_bytes(model)) if device == "cpu" else (0, 0)),
+        torch.__version__,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

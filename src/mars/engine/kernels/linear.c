@@ -24,6 +24,7 @@
 enum { SMALL_CALL = 1 << 16 };  /* weights of a call that one thread does faster alone */
 enum { CHUNK_BYTES = 3 << 18 }; /* of x, to stay in the second-level cache ... */
 enum { GROUP_BYTES = 1 << 19 }; /* ... with these of the weights */
+enum { MANY = 64  };            /* rows for which weights are expanded beforehand */
 
 /* The best path that compiler, processor and kernel allow; tiles need the kernel's permission. */
 int64_t mars_linear_path(int64_t may_use_tiles) {
@@ -147,60 +148,93 @@ tile_block(int two, int fetch, int64_t form, const struct layer *l, const struct
         }
 }
 
+/* One block for the rows of three or four tiles: first one half of its outputs, then the other. */
+static inline __attribute__((always_inline)) void
+wide_block(int four, int fetch, int64_t form, const struct layer *l, const struct extra *e,
+           const uint8_t *w, const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride,
+           int64_t block, int64_t rows, int64_t num) {
+    float sum[4][TILE][BLOCK] __attribute__((aligned(64)));
+    const int64_t last = rows - num;
+    for (int half = 0; half < 2; half++) {
+        clear_sums(1);
+        add_half_groups(four, fetch && !half, form, half, w, x, num, last * stride, stride,
+                        round_up(l->inputs, BLOCK) / BLOCK);
+        if (e)
+            add_half_groups(four, 0, e->layer->form, half,
+                            e->layer->weight + block * block_bytes(e->layer, e->layer->form), e->x,
+                            num, last * e->stride, e->stride, round_up(e->layer->inputs, BLOCK) / BLOCK);
+        float *to = sum[0][0] + half * TILE;
+        _tile_stored(0, to, sizeof sum[0][0]);
+        _tile_stored(1, to + TILE * BLOCK, sizeof sum[0][0]);
+        _tile_stored(2, to + 2 * TILE * BLOCK, sizeof sum[0][0]);
+        if (four) _tile_stored(3, to + 3 * TILE * BLOCK, sizeof sum[0][0]);
+        MEMORY_BARRIER;
+    }
+    for (int i = 0; i < 3 + four; i++)
+        for (int64_t r = 0; r < num; r++) {
+            const float *row = sum[i][r];
+            store_row(l, y + ((i == 2 + four ? last : i * num) + r) * y_stride, block,
+                      _mm512_load_ps(row), _mm512_load_ps(row + TILE));
+        }
+}
+
+/* One block for up to four tiles of rows. Tiles have as few rows as will do: they are faster then. */
+static inline __attribute__((always_inline)) void
+some_rows(int fetch, int64_t form, const struct layer *l, const struct extra *e, const uint8_t *w,
+          const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride, int64_t block, int64_t rows) {
+    const int64_t tiles = (rows + TILE - 1) / TILE, num = (rows + tiles - 1) / tiles;
+#define ROWS x, stride, y, y_stride, block
+    if (tiles == 1) tile_block(0, fetch, form, l, e, w, ROWS, 0, 0, num);
+    else if (tiles == 2 || form == DENSE) tile_block(1, fetch, form, l, e, w, ROWS, 0, rows - num, num);
+    else if (tiles == 3) wide_block(0, fetch, form, l, e, w, ROWS, rows, num);
+    else wide_block(1, fetch, form, l, e, w, ROWS, rows, num);
+}
+
 static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
                       bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end) {
-    /* The fewer rows a tile has, the faster it is: two share those that they have in common. */
-    const int64_t num = rows <= TILE ? rows : rows < 2 * TILE ? (rows + 1) / 2 : TILE;
     const int64_t padded = round_up(l->inputs, BLOCK);
     const int64_t new_stride = padded % 512 ? padded : padded + LINE;
     const int is_direct = padded == l->inputs && (rows <= 8 || stride % 512);
-    int64_t chunk = CHUNK_BYTES / (padded * sizeof *x) / (2 * TILE) * (2 * TILE);
-    if (chunk < 2 * TILE) chunk = 2 * TILE;
-    /* A block stays in the first-level cache for all tiles; but where rows of y are many and pages
+    /* Expanding takes longer than the sums of two tiles of rows, and goes on beside those of four. */
+    const int is_ahead = l->form != DENSE && rows > MANY;
+    const int64_t at_once = l->form == DENSE || is_ahead ? 2 * TILE : 4 * TILE;
+    int64_t chunk = CHUNK_BYTES / (padded * sizeof *x) / at_once * at_once;
+    if (chunk < at_once) chunk = at_once;
+    /* A block stays in the first-level cache for all rows; but where rows of y are many and pages
        apart, writing a few blocks of each row at a time spares the table of pages. */
     int64_t group = GROUP_BYTES / (BLOCK * padded * sizeof *x);
     if (group < 1 || rows <= 128 || l->outputs < 8192) group = 1;
-    /* Weights are expanded on the way to the tiles, or, for more rows, beforehand. */
-    const int is_ahead = l->form != DENSE && rows > 2 * TILE;
     bf16 *numbers = is_ahead ? room(group * block_bytes(l, DENSE)) : NULL;
-    configure(num);
     /* The numbers of x are in the caches of the threads that have made them: ask for all at once. */
     for (int64_t r = 0; is_direct && rows <= 2 * TILE && r < rows; r++)
         for (int64_t k = 0; k < padded; k += LINE)
             _mm_prefetch((const char *)(x + r * stride + k), _MM_HINT_T0);
     for (int64_t start = 0; start < rows; start += chunk) {
-        /* The last tiles of a chunk may begin earlier than the last left off, or end later. */
-        int64_t size = rows - start < chunk ? rows - start : chunk;
-        if (size < num) start -= num - size, size = num;
-        bf16 *copy = NULL;
+        const int64_t size = rows - start < chunk ? rows - start : chunk;
         const bf16 *from = x + start * stride;
-        int64_t step = stride;
-        if (!is_direct) {
-            from = copy = copy_rows(from, stride, size, l->inputs, new_stride);
-            step = new_stride;
-        }
-        bf16 *to = y + start * y_stride;
-        struct extra shifted = {0};
-        if (e) shifted = *e, shifted.x += start * e->stride;
-        const struct extra *f = e ? &shifted : NULL;
+        bf16 *copy = is_direct ? NULL : copy_rows(from, stride, size, l->inputs, new_stride);
+        const int64_t step = is_direct ? stride : new_stride;
+        const int64_t parts = (size + at_once - 1) / at_once;
         for (int64_t b = block; b < end; b += group) {
             const int64_t next = b + group < end ? b + group : end;
             if (numbers) expand_blocks(l, numbers, b, next);
-            for (int64_t i = 0; i < size; i += 2 * TILE) {
-                const int64_t last = size - num, second = i + TILE < last ? i + TILE : last;
-                const int64_t only = i < last ? i : last;
-                const int two = size - i > TILE, fetch = !i && !numbers;
+            for (int64_t i = 0; i < parts; i++) {
+                const int64_t first = size * i / parts, num = size * (i + 1) / parts - first;
+                const bf16 *x0 = (copy ? copy : from) + first * step;
+                bf16 *y0 = y + (start + first) * y_stride;
+                struct extra some = {0};
+                if (e) some = *e, some.x += (start + first) * e->stride;
+                const struct extra *f = e ? &some : NULL;
+                configure((num + (num + TILE - 1) / TILE - 1) / ((num + TILE - 1) / TILE));
                 for (int64_t c = b; c < next; c++) {
                     const uint8_t *w = numbers ? (const uint8_t *)numbers + (c - b) * block_bytes(l, DENSE)
                                                : l->weight + c * block_bytes(l, l->form);
-#define TILES_OF(fetch, form) \
-    if (two) tile_block(1, fetch, form, l, f, w, from, step, to, y_stride, c, i, second, num); \
-    else tile_block(0, fetch, form, l, f, w, from, step, to, y_stride, c, only, 0, num)
-                    if (!fetch) { TILES_OF(0, DENSE); }
-                    else if (l->form == DENSE) { TILES_OF(1, DENSE); }
-                    else if (l->form == LEVELS_8) { TILES_OF(1, LEVELS_8); }
-                    else if (l->form == LEVELS_4) { TILES_OF(1, LEVELS_4); }
-                    else { TILES_OF(1, l->form); }
+#define SOME_ROWS(fetch, form) some_rows(fetch, form, l, f, w, x0, step, y0, y_stride, c, num)
+                    if (numbers) SOME_ROWS(0, DENSE);
+                    else if (l->form == DENSE) SOME_ROWS(1, DENSE);
+                    else if (l->form == LEVELS_8) SOME_ROWS(1, LEVELS_8);
+                    else if (l->form == LEVELS_4) SOME_ROWS(1, LEVELS_4);
+                    else SOME_ROWS(1, l->form);
                 }
             }
         }

@@ -132,6 +132,12 @@ def packed_layer(layer: nn.Linear) -> int:
     return _packed[layer].structure
 
 
+def packed_bytes(model: nn.Module) -> int:
+    """Pack the layers of a model and return the bytes that they take; 0 where there is no kernel."""
+    PackedLinears(model)
+    return sum(_packed[layer].memory.nbytes for layer in _layers(model) if layer in _packed)
+
+
 def want_large_pages(memory: Tensor) -> None:
     """Ask for large pages for a tensor that nobody has touched yet, where that is possible."""
     kernels = load_kernels() if memory.device.type == "cpu" else None

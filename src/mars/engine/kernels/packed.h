@@ -52,26 +52,29 @@ INLINE __m512 signed_bytes(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
-INLINE void expand_levels(int form, bf16 *to, const uint8_t *from) {
+/* Expand half of a group's outputs; `apart`: numbers between vectors in `to`. */
+INLINE void expand_half(int64_t form, int half, bf16 *to, int64_t apart, const uint8_t *from) {
     const __m512i first = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    const uint8_t *steps = from + (form == LEVELS_8 ? GROUP : GROUP / 2), *bases = steps + 2 * BLOCK;
-    for (int half = 0; half < 2; half++, to += BLOCK) {
-        const __m512 step = from_half(steps + half * BLOCK);
+    if (form == LEVELS_8) {
+        const __m512 step = from_half(from + GROUP + half * BLOCK);
         const __m512 step0 = _mm512_permutexvar_ps(first, step);
         const __m512 step1 = _mm512_permutexvar_ps(last, step);
-        if (form == LEVELS_8) {
+        from += half * GROUP / 2;
 #pragma GCC unroll 16
-            for (int pair = 0; pair < 16; pair++, from += BLOCK) {
-                const __m512 a = _mm512_mul_ps(signed_bytes(from), step0);
-                const __m512 b = _mm512_mul_ps(signed_bytes(from + 16), step1);
-                _mm512_store_si512(to + pair * 2 * BLOCK, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-            }
-            continue;
+        for (int pair = 0; pair < 16; pair++, from += BLOCK) {
+            const __m512 a = _mm512_mul_ps(signed_bytes(from), step0);
+            const __m512 b = _mm512_mul_ps(signed_bytes(from + 16), step1);
+            _mm512_store_si512(to + pair * apart, (__m512i)_mm512_cvtne2ps_pbh(b, a));
         }
-        const __m512 base = from_half(bases + half * BLOCK);
+    } else if (form == LEVELS_4) {
+        const __m512 step = from_half(from + GROUP / 2 + half * BLOCK);
+        const __m512 step0 = _mm512_permutexvar_ps(first, step);
+        const __m512 step1 = _mm512_permutexvar_ps(last, step);
+        const __m512 base = from_half(from + GROUP / 2 + 2 * BLOCK + half * BLOCK);
         const __m512 base0 = _mm512_permutexvar_ps(first, base);
         const __m512 base1 = _mm512_permutexvar_ps(last, base);
+        from += half * GROUP / 4;
 #pragma GCC unroll 2
         for (int eight = 0; eight < 2; eight++, from += 128) {
             const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 64);
@@ -81,27 +84,25 @@ INLINE void expand_levels(int form, bf16 *to, const uint8_t *from) {
                 const __m512 y = lowest(_mm512_srli_epi32(b, 4 * i));
                 const __m512bh numbers = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(y, step1, base1),
                                                              _mm512_fmadd_ps(x, step0, base0));
-                _mm512_store_si512(to + (eight * 8 + i) * 2 * BLOCK, (__m512i)numbers);
+                _mm512_store_si512(to + (eight * 8 + i) * apart, (__m512i)numbers);
             }
+        }
+    } else {
+        const int wide = form == NARROW ? 1 : 2, pairs = form == SHORT ? 8 : 16;
+        for (int pair = 0; pair < 16; pair++) {
+            __m512i numbers = _mm512_setzero_si512();
+            if (half < wide && pair < pairs)
+                numbers = _mm512_loadu_si512(from + (pair * wide + half) * 64);
+            _mm512_store_si512(to + pair * apart, numbers);
         }
     }
 }
 
 /* A group in the dense form: where it lies, or expanded into `memory`, in lines. */
 INLINE const bf16 *expanded(int64_t form, bf16 *memory, const uint8_t *group) {
-    const bf16 *from = (const bf16 *)group;
-    if (form == DENSE) return from;
-    if (form == LEVELS_8) expand_levels(LEVELS_8, memory, group);
-    else if (form == LEVELS_4) expand_levels(LEVELS_4, memory, group);
-    else
-        for (int i = 0; i < GROUP; i += 2 * LINE) {
-            const int there = form == NARROW || i < GROUP / 2;
-            const __m512i zero = _mm512_setzero_si512();
-            const bf16 *next = from + (form == NARROW ? i / 2 : i);
-            _mm512_store_si512(memory + i, there ? _mm512_loadu_si512(next) : zero);
-            _mm512_store_si512(memory + i + LINE,
-                               there && form == SHORT ? _mm512_loadu_si512(next + LINE) : zero);
-        }
+    if (form == DENSE) return (const bf16 *)group;
+    expand_half(form, 0, memory, 2 * LINE, group);
+    expand_half(form, 1, memory + LINE, 2 * LINE, group);
     return memory;
 }
 #endif

@@ -76,6 +76,33 @@ add_groups(int two, int fetch, int64_t form, const uint8_t *w, const bf16 *x0, c
     }
 }
 
+/* The same for half of a block's outputs and three or four tiles of rows, `num` each, the last one
+   from x + `last` on; sums in tiles 0 to 3. */
+static inline __attribute__((always_inline)) void
+add_half_groups(int four, int fetch, int64_t form, int half, const uint8_t *w, const bf16 *x,
+                int64_t num, int64_t last, int64_t stride, int64_t groups) {
+    bf16 ring[RING][GROUP / 2] __attribute__((aligned(64)));
+    const int64_t bytes = group_bytes(form), step = stride * sizeof *x;
+    for (int64_t g = 0; g < groups; g++, w += bytes, x += BLOCK) {
+        for (int64_t i = 0; fetch && i < bytes; i += 64)
+            _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
+        if (form == DENSE) _tile_loadd(6, (const bf16 *)w + half * LINE, 4 * LINE);
+        else {
+            expand_half(form, half, ring[g % RING], LINE, w);
+            MEMORY_BARRIER;
+            _tile_loadd(6, ring[g % RING], 2 * LINE);
+        }
+        _tile_loadd(4, x, step);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, x + num * stride, step);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, x + (four ? 2 * num * stride : last), step);
+        _tile_dpbf16ps(2, 4, 6);
+        if (four) _tile_loadd(5, x + last, step);
+        if (four) _tile_dpbf16ps(3, 5, 6);
+    }
+}
+
 INLINE void clear_sums(int two) {
     _tile_zero(0);
     _tile_zero(1);
