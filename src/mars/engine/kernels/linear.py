@@ -133,7 +133,7 @@ def packed_layer(layer: nn.Linear) -> int:
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Pack the layers of a model and return the bytes that they take; 0 where there is no kernel."""
+    """Pack the layers of a model and return the bytes that they take; 0 without a kernel."""
     PackedLinears(model)
     return sum(_packed[layer].memory.nbytes for layer in _layers(model) if layer in _packed)
 
