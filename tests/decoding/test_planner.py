@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mars.decoding.drafts import Draft
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
 from mars.decoding.planner import (
+    _CHECK_EVERY,
     _FIRST_MASKS,
     _PATIENCE,
     _PAUSES,
@@ -199,6 +200,41 @@ def test_times_are_corrected_by_those_that_were_measured() -> None:
         clock.note(1, 5, 0.75)
     assert clock.slope == pytest.approx(0.5, rel=0.1)
     assert clock.all(1, 5) == pytest.approx(0.75, rel=0.05)
+
+
+def test_what_was_faster_is_believed_at_once() -> None:
+    clock = _Clock(times(1.0, 0.05))
+    clock.note(1, 1, 2.1)  # something else was going on
+    clock.note(1, 1, 1.05)
+    assert clock.alone(1) == pytest.approx((2.1 + 1.05) / 2)
+    clock.note(1, 1, 2.1)
+    assert clock.alone(1) < 1.7
+
+
+@pytest.mark.parametrize(("committed", "most"), [(1, _CHECK_EVERY), (3, 100)])
+def test_where_it_is_unclear_whether_drafts_pay_it_measures_again(
+    committed: int, most: int
+) -> None:
+    """Half of the forwards commit a draft: that is a little more than drafts cost here."""
+    planner, fed = ready(times(1.0, 0.2)), 0
+    for number in range(100):
+        (plan,) = planner.plan([candidate(0.9, 0.9)])
+        if not plan.drafts:
+            break
+        fed += 1
+        columns = 1 + len(plan.drafts) + plan.num_masks
+        planner.learn([plan], committed + number % 2, 1.0 + 0.2 * columns)
+    assert fed == most
+
+
+def test_planning_is_part_of_what_drafts_cost() -> None:
+    planner = ready(times(1.0, 0.05))
+    for _ in range(2 * _TRIES):
+        (plan,) = planner.plan([candidate(0.9, 0.9)])
+        if not plan.drafts or planner.is_pausing(1):
+            break
+        planner.learn([plan], 2, 1.05 + 0.05 * (len(plan.drafts) + plan.num_masks), planning=1.5)
+    assert planner.is_pausing(1)
 
 
 def test_rows_with_plans_of_their_own_do_not_keep_it_from_starting() -> None:

@@ -27,7 +27,8 @@ _FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was ri
 _LEAST_RETURN, _MARGIN = 1.25, 0.02
 _PATIENCE = 4  # forwards that feed nothing, after which the planner looks away, ...
 _PAUSES = 16, 256  # ... at first for so many, and twice as many each time, up to this
-_TRIES, _ENOUGH = 6, 0.8  # forwards that feed something, after which it looks whether that has paid
+_TRIES, _ENOUGH = 6, 1.1  # forwards that feed something, after which it looks whether that has paid
+_CLEAR, _CHECK_EVERY = 1.5, 16  # where it pays no more, so many forwards till one feeds nothing
 _PROBE_EVERY = 64  # forwards after which a row without masks gets some, to see whether they pay
 
 
@@ -180,7 +181,8 @@ class Planner:
         self._pause = 0  # forwards until it looks again
         self._pause_rows = self._rows = 0
         self._next_pause = _PAUSES[0]
-        self._tries = 0  # forwards that fed something, and the seconds they saved and cost
+        self._fed = 0  # forwards in a row that fed something
+        self._tries = 0  # the same since the last rest, and the seconds they saved and cost
         self._won = self._spent = self._paid = 0.0
 
     def is_pausing(self, rows: int, new: int = 0) -> bool:
@@ -198,8 +200,9 @@ class Planner:
         """Plan a forward of `rows`, beside others whose plans are fixed."""
         count = self._rows = len(rows) + len(fixed)
         base = count + sum(len(plan.drafts) + plan.num_masks for plan in fixed)
-        if base == count and not self._clock.is_set:
-            return [RowPlan()] * len(rows)
+        is_unclear = self._fed >= _CHECK_EVERY and self._won < _CLEAR * self._spent
+        if base == count and (is_unclear or not self._clock.is_set):
+            return [RowPlan()] * len(rows)  # to see how long that takes
         rate = self._speedup * count / self._clock.alone(count)
         price = rate * self._slope(count, base)
         chosen = [choose(row, price) for row in rows]
@@ -234,6 +237,7 @@ class Planner:
         count = len(plans)
         columns = sum(1 + len(plan.drafts) + plan.num_masks for plan in plans)
         alone = self._clock.alone(count)
+        self._fed = self._fed + 1 if columns > count else 0
         if seconds is not None:
             # What takes twice as long as it should is another process's doing.
             seconds = min(seconds, 2 * self._clock.all(count, columns))
@@ -306,7 +310,10 @@ class _Clock:
         """Take in how long a forward took."""
         table = self._times.seconds(rows, rows)
         if columns == rows:
-            self._alone += (0.1 if self.is_set else 1.0) * (seconds / table - self._alone)
+            change = seconds / table - self._alone
+            # Something else on the machine makes forwards longer, nothing makes them shorter.
+            weight = 1.0 if not self.is_set else 0.5 if change < 0 else 0.1
+            self._alone += weight * change
             self.is_set = True
             return
         more = self._times.seconds(rows, columns) - table

@@ -24,7 +24,7 @@
 enum { SMALL_CALL = 1 << 16 };  /* weights of a call that one thread does faster alone */
 enum { CHUNK_BYTES = 3 << 18 }; /* of x, to stay in the second-level cache ... */
 enum { GROUP_BYTES = 1 << 19 }; /* ... with these of the weights */
-enum { MANY = 64  };            /* rows for which weights are expanded beforehand */
+enum { MANY = 64 };             /* rows: for more of them weights are expanded beforehand */
 
 /* The best path that compiler, processor and kernel allow; tiles need the kernel's permission. */
 int64_t mars_linear_path(int64_t may_use_tiles) {
@@ -162,7 +162,8 @@ wide_block(int four, int fetch, int64_t form, const struct layer *l, const struc
         if (e)
             add_half_groups(four, 0, e->layer->form, half,
                             e->layer->weight + block * block_bytes(e->layer, e->layer->form), e->x,
-                            num, last * e->stride, e->stride, round_up(e->layer->inputs, BLOCK) / BLOCK);
+                            num, last * e->stride, e->stride,
+                            round_up(e->layer->inputs, BLOCK) / BLOCK);
         float *to = sum[0][0] + half * TILE;
         _tile_stored(0, to, sizeof sum[0][0]);
         _tile_stored(1, to + TILE * BLOCK, sizeof sum[0][0]);
@@ -178,14 +179,20 @@ wide_block(int four, int fetch, int64_t form, const struct layer *l, const struc
         }
 }
 
-/* One block for up to four tiles of rows. Tiles have as few rows as will do: they are faster then. */
+static int64_t num_tiles(int64_t rows) { return (rows + TILE - 1) / TILE; }
+
+/* Rows of a tile: as few as will do, since it is faster then. */
+static int64_t tile_rows(int64_t rows) { return (rows + num_tiles(rows) - 1) / num_tiles(rows); }
+
+/* One block for up to four tiles of rows. */
 static inline __attribute__((always_inline)) void
 some_rows(int fetch, int64_t form, const struct layer *l, const struct extra *e, const uint8_t *w,
           const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride, int64_t block, int64_t rows) {
-    const int64_t tiles = (rows + TILE - 1) / TILE, num = (rows + tiles - 1) / tiles;
+    const int64_t tiles = num_tiles(rows), num = tile_rows(rows);
 #define ROWS x, stride, y, y_stride, block
     if (tiles == 1) tile_block(0, fetch, form, l, e, w, ROWS, 0, 0, num);
-    else if (tiles == 2 || form == DENSE) tile_block(1, fetch, form, l, e, w, ROWS, 0, rows - num, num);
+    else if (tiles == 2 || form == DENSE)
+        tile_block(1, fetch, form, l, e, w, ROWS, 0, rows - num, num);
     else if (tiles == 3) wide_block(0, fetch, form, l, e, w, ROWS, rows, num);
     else wide_block(1, fetch, form, l, e, w, ROWS, rows, num);
 }
@@ -225,10 +232,10 @@ static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *
                 struct extra some = {0};
                 if (e) some = *e, some.x += (start + first) * e->stride;
                 const struct extra *f = e ? &some : NULL;
-                configure((num + (num + TILE - 1) / TILE - 1) / ((num + TILE - 1) / TILE));
+                configure(tile_rows(num));
                 for (int64_t c = b; c < next; c++) {
-                    const uint8_t *w = numbers ? (const uint8_t *)numbers + (c - b) * block_bytes(l, DENSE)
-                                               : l->weight + c * block_bytes(l, l->form);
+                    const uint8_t *w = l->weight + c * block_bytes(l, l->form);
+                    if (numbers) w = (const uint8_t *)(numbers + (c - b) * padded * BLOCK);
 #define SOME_ROWS(fetch, form) some_rows(fetch, form, l, f, w, x0, step, y0, y_stride, c, num)
                     if (numbers) SOME_ROWS(0, DENSE);
                     else if (l->form == DENSE) SOME_ROWS(1, DENSE);

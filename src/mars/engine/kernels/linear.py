@@ -76,7 +76,9 @@ class PackedLinears:
         if not path:
             return
         with _first_packing:
-            _pack(_stale([*layers, *added], path), path, set(added))
+            stale = _stale([*layers, *added], path)
+            _pack(stale, path, set(added))
+            _let_go(stale, model)
             self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in [*layers, *added]]
 
     def __enter__(self) -> Self:
@@ -282,13 +284,24 @@ def _pack(layers: list[nn.Linear], path: int, added: set[nn.Linear]) -> None:
     start = -memory.data_ptr() % _LARGE_PAGE
     memory = memory[start:]
     want_large_pages(memory)
-    files = _mapped_files()
     for layer in layers:
         packed = _Packed(layer, memory, path, () if layer in added else _LEVELS)
         _packed[layer] = packed
         memory = memory[packed.memory.nbytes :]
+
+
+def _let_go(layers: list[nn.Linear], model: nn.Module) -> None:
+    """Give the pages of packed weights in mapped files back.
+
+    Weights that other modules have, too, such as embeddings, stay: they are read row by row, and a
+    page from the disk takes as long as a layer.
+    """
+    files = _mapped_files() if layers else []
+    others = [m for m in model.modules() if type(m) is not nn.Linear]
+    used = {p.data_ptr() for m in others for p in m._parameters.values() if p is not None}
+    for layer in layers:
         start = layer.weight.data_ptr()
-        if any(first <= start < end for first, end in files):
+        if start not in used and any(first <= start < end for first, end in files):
             _kernels().mars_let_go(start, layer.weight.nbytes)
 
 

@@ -109,8 +109,8 @@ static int find_levels(const bf16 *weight, int kind, struct fit *fit) {
     const float end = -low > high ? low : high; /* it is level -8, or -127 or 127 */
     const float parts = kind == BASED ? 15 : kind == CENTRED ? -8 : 127;
     const float middle = (kind == BASED ? high - low : end) / parts; /* about the step */
-    const float width = (rounding_of(end) + (kind == BASED ? rounding_of(end == low ? high : low) : 0)) /
-                        fabsf(parts) * 1.001f;
+    const float other = kind == BASED ? rounding_of(end == low ? high : low) : 0;
+    const float width = (rounding_of(end) + other) / fabsf(parts) * 1.001f; /* how far from it */
     const uint16_t sign = middle < 0 ? 0x8000 : 0;
     const int nearest = nearest_half(fabsf(middle));
     __m512 level[2];
@@ -122,12 +122,14 @@ static int find_levels(const bf16 *weight, int kind, struct fit *fit) {
             outside++;
             continue;
         }
-        outside = 0, fit->step = half | sign, fit->base = nearest_half(kind == CENTRED ? -8 * step : 0);
+        outside = 0;
+        fit->step = half | sign, fit->base = nearest_half(kind == CENTRED ? -8 * step : 0);
         if (!half) level[0] = level[1] = _mm512_setzero_ps();
         else
             for (int j = 0; j < 2; j++) {
                 const __m512 from = kind == BASED ? _mm512_sub_ps(x[j], _mm512_set1_ps(low)) : x[j];
-                const __m512 number = _mm512_div_ps(from, _mm512_set1_ps(kind == BASED ? middle : step));
+                const float by = kind == BASED ? middle : step;
+                const __m512 number = _mm512_div_ps(from, _mm512_set1_ps(by));
                 if (kind == BASED) level[j] = nearest_level(number, 0, 15);
                 else if (kind == WIDE) level[j] = nearest_level(number, -127, 127);
                 else level[j] = _mm512_add_ps(nearest_level(number, -8, 7), _mm512_set1_ps(8));
