@@ -176,7 +176,11 @@ class Scheduler:
             self._read(first, count)
             return []
         self._num_ready += count
-        return self._decide(first, count)
+        if self._runner.has_padding:
+            return self._decide(first, count)
+        # Running rows come along: the weights are read once for all.
+        self._columns_read = 0
+        return self._decide(0, first + count)
 
     def _choose_readers(self) -> tuple[int, int]:
         """Return how many rows read in the next forward, and how many columns the longest takes.

@@ -98,6 +98,11 @@ class Runner:
         adapters = () if adapter is None else (adapter,)
         self._linears = nullcontext() if self._decoder else PackedLinears(model, *adapters)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether a forward computes as many columns for every row as for the longest."""
+        return self._decoder is None
+
     def add_row(self, most: int | None = None) -> None:
         """Open an empty row behind the others; it will have at most `most` tokens.
 
