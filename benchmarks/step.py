@@ -27,6 +27,7 @@ from mars import load
 from mars.decoding.plain import decide_made_up
 from mars.decoding.plan import RowPlan
 from mars.engine.decoder import PHASES
+from mars.engine.kernels.linear import packed_bytes
 from mars.engine.runner import Runner
 from mars.evaluation.environment import describe_environment
 
@@ -100,7 +101,7 @@ def floor(model, rows: int, columns: int, context: int, speeds: tuple[float, flo
     cached = rows * context * 2 * heads * config.num_hidden_layers
     attention = 2 * 2 * rows * columns * context * config.num_attention_heads * config.head_dim
     operations = 2 * weights * rows * columns + attention * config.num_hidden_layers
-    return 1e3 * max(2 * (weights + cached) / speeds[0], operations / speeds[1])
+    return 1e3 * max((packed_bytes(model) + 2 * cached) / speeds[0], operations / speeds[1])
 
 
 def main() -> None:

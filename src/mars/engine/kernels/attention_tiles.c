@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels.h"
+#include "tiles.h"
 
 void put_in_unit(bf16 *keys, bf16 *values, int64_t slot, const bf16 *key, const bf16 *value,
                  int64_t width) {
@@ -30,8 +30,6 @@ enum { SIDE = 16 };                       /* rows of a tile, and queries of one 
 enum { LINE = 32, TILE = SIDE * LINE };   /* numbers of a cache line, and of a tile */
 enum { LINE_BYTES = 64, UNIT = SLOTS };
 static const uint32_t ALL = 0xffffffffu; /* all slots of a unit */
-
-#define MEMORY_BARRIER __asm__ volatile("" ::: "memory")
 
 /* Scratch of a task. */
 struct task {
@@ -49,20 +47,6 @@ struct task {
     int64_t fetched, wanted, share;      /* numbers of these; `share` at a time */
     bf16 *copy;                 /* units x width x slots x (keys, values), for those not as wanted */
 };
-
-static void configure(int64_t rows) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } __attribute__((aligned(64))) config = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        config.row_bytes[i] = LINE_BYTES;
-        config.rows[i] = i < 6 ? rows : SIDE; /* sums 0 to 3, queries or weights 4 and 5 */
-    }
-    MEMORY_BARRIER;
-    _tile_loadconfig(&config);
-}
 
 /* Which slots every column sees, and which units are worth reading. */
 static void look(struct task *t, const struct call *c, const uint8_t *mask, const int64_t *columns,

@@ -23,7 +23,15 @@ _NAMES = (
     "decide.c",
     "sample.c",
 )
-_HEADER_NAMES = ("kernels.h", "packed.h", "sums.h", "barrier.h", "elementwise.h", "sample.h")
+_HEADER_NAMES = (
+    "kernels.h",
+    "packed.h",
+    "tiles.h",
+    "sums.h",
+    "barrier.h",
+    "elementwise.h",
+    "sample.h",
+)
 _HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")

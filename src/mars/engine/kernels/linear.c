@@ -150,14 +150,14 @@ tile_block(int two, int fetch, int64_t form, const struct layer *l, const struct
 
 /* One block for the rows of three or four tiles: first one half of its outputs, then the other. */
 static inline __attribute__((always_inline)) void
-wide_block(int four, int fetch, int64_t form, const struct layer *l, const struct extra *e,
+wide_block(int four, int64_t form, const struct layer *l, const struct extra *e,
            const uint8_t *w, const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride,
            int64_t block, int64_t rows, int64_t num) {
     float sum[4][TILE][BLOCK] __attribute__((aligned(64)));
     const int64_t last = rows - num;
     for (int half = 0; half < 2; half++) {
         clear_sums(1);
-        add_half_groups(four, fetch && !half, form, half, w, x, num, last * stride, stride,
+        add_half_groups(four, !half, form, half, w, x, num, last * stride, stride,
                         round_up(l->inputs, BLOCK) / BLOCK);
         if (e)
             add_half_groups(four, 0, e->layer->form, half,
@@ -193,8 +193,8 @@ some_rows(int fetch, int64_t form, const struct layer *l, const struct extra *e,
     if (tiles == 1) tile_block(0, fetch, form, l, e, w, ROWS, 0, 0, num);
     else if (tiles == 2 || form == DENSE)
         tile_block(1, fetch, form, l, e, w, ROWS, 0, rows - num, num);
-    else if (tiles == 3) wide_block(0, fetch, form, l, e, w, ROWS, rows, num);
-    else wide_block(1, fetch, form, l, e, w, ROWS, rows, num);
+    else if (tiles == 3) wide_block(0, form, l, e, w, ROWS, rows, num);
+    else wide_block(1, form, l, e, w, ROWS, rows, num);
 }
 
 static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,

@@ -136,8 +136,10 @@ def packed_layer(layer: nn.Linear) -> int:
 
 def packed_bytes(model: nn.Module) -> int:
     """Pack the layers of a model and return the bytes that they take; 0 without a kernel."""
-    PackedLinears(model)
-    return sum(_packed[layer].memory.nbytes for layer in _layers(model) if layer in _packed)
+    layers = _layers(model)
+    if not all(layer in _packed for layer in layers):
+        PackedLinears(model)
+    return sum(_packed[layer].memory.nbytes for layer in layers if layer in _packed)
 
 
 def want_large_pages(memory: Tensor) -> None:

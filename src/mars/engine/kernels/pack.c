@@ -233,24 +233,28 @@ int64_t mars_are_packed(const struct layer *const *layers, const bf16 *const *we
     return 1;
 }
 
-/* Ask for large pages before the memory is touched. */
-void mars_advise(void *memory, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21, start = ((uintptr_t)memory + page - 1) / page * page;
+/* Tell the system something about the whole pages of some memory. */
+static void advise(const void *memory, int64_t bytes, uintptr_t page, int advice) {
+#ifdef __linux__
+    const uintptr_t start = ((uintptr_t)memory + page - 1) / page * page;
     const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
-    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+    if (advice && end > start) madvise((void *)start, end - start, advice);
 #else
-    (void)memory, (void)bytes;
+    (void)memory, (void)bytes, (void)page, (void)advice;
 #endif
 }
 
+#ifndef MADV_HUGEPAGE
+#define MADV_HUGEPAGE 0
+#endif
+#ifndef MADV_PAGEOUT
+#define MADV_PAGEOUT 0
+#endif
+
+/* Ask for large pages before the memory is touched. */
+void mars_advise(void *memory, int64_t bytes) { advise(memory, bytes, 1 << 21, MADV_HUGEPAGE); }
+
 /* Let the pages of a mapped file go; they come back when they are read. Changed ones stay. */
 void mars_let_go(const void *memory, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_PAGEOUT)
-    const uintptr_t page = 1 << 12, start = ((uintptr_t)memory + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
-    if (end > start) madvise((void *)start, end - start, MADV_PAGEOUT);
-#else
-    (void)memory, (void)bytes;
-#endif
+    advise(memory, bytes, 1 << 12, MADV_PAGEOUT);
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "packed.h"
+#include "tiles.h"
 
 enum { AHEAD = 3 << 10 }; /* how far ahead of their use weights are fetched, in bytes */
 enum { RING = 8 };        /* groups of weights that are expanded one after another */
@@ -36,23 +37,6 @@ static inline bf16 *copy_rows(const bf16 *x, int64_t stride, int64_t rows, int64
 #ifdef HAS_TILES
 enum { TILE = 16 }; /* rows of x, or outputs */
 
-/* Compilers do not know that tile instructions read and write memory. */
-#define MEMORY_BARRIER __asm__ volatile("" ::: "memory")
-
-static inline void configure(int64_t rows) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } __attribute__((aligned(64))) config = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        config.row_bytes[i] = 64;
-        config.rows[i] = i < 6 ? rows : TILE; /* sums 0 to 3, rows of x 4 and 5, weights 6 and 7 */
-    }
-    MEMORY_BARRIER;
-    _tile_loadconfig(&config);
-}
-
 /* Add products of some groups of inputs to the sums in the tiles 0 to 3. Weights that are fetched
    come from memory, else from a near cache. */
 static inline __attribute__((always_inline)) void
@@ -76,8 +60,8 @@ add_groups(int two, int fetch, int64_t form, const uint8_t *w, const bf16 *x0, c
     }
 }
 
-/* The same for half of a block's outputs and three or four tiles of rows, `num` each, the last one
-   from x + `last` on; sums in tiles 0 to 3. */
+/* The same for half of a block's outputs, which are not dense, and three or four tiles of rows, `num`
+   each, the last one from x + `last` on. */
 static inline __attribute__((always_inline)) void
 add_half_groups(int four, int fetch, int64_t form, int half, const uint8_t *w, const bf16 *x,
                 int64_t num, int64_t last, int64_t stride, int64_t groups) {
@@ -86,12 +70,9 @@ add_half_groups(int four, int fetch, int64_t form, int half, const uint8_t *w, c
     for (int64_t g = 0; g < groups; g++, w += bytes, x += BLOCK) {
         for (int64_t i = 0; fetch && i < bytes; i += 64)
             _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
-        if (form == DENSE) _tile_loadd(6, (const bf16 *)w + half * LINE, 4 * LINE);
-        else {
-            expand_half(form, half, ring[g % RING], LINE, w);
-            MEMORY_BARRIER;
-            _tile_loadd(6, ring[g % RING], 2 * LINE);
-        }
+        expand_half(form, half, ring[g % RING], LINE, w);
+        MEMORY_BARRIER;
+        _tile_loadd(6, ring[g % RING], 2 * LINE);
         _tile_loadd(4, x, step);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, x + num * stride, step);
