@@ -16,6 +16,7 @@ from mars.decoding.options import DecodingOptions
 from mars.decoding.request import Request, Result
 from mars.decoding.row import Event
 from mars.decoding.scheduler import Scheduler
+from mars.engine.runner import Runner
 from tests.decoding.test_exact import all_options, prompt_ids, what_is_said
 from tests.engine.test_decoder import bf16_model, needs_kernel, tokens_of
 
@@ -195,6 +196,26 @@ def test_a_long_prompt_lets_running_rows_go_on_after_every_chunk(
     # 65 tokens are 4 chunks and a last token, which goes together with request 2.
     assert seen[:10] == [*[(1, 16), (1, 1)] * 4, (2, 1), (3, 1)]
     assert run.order == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "together"), [("float32", False), pytest.param("bfloat16", True, marks=needs_kernel)]
+)
+def test_running_rows_come_along_when_prompts_are_read_without_padding(
+    llama: Checkpoint, dtype: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = []
+    run_rows = Runner.run
+    monkeypatch.setattr(
+        Runner, "run", lambda self, *a: fed.append((a[0], len(a[1]))) or run_rows(self, *a)
+    )
+    model = bf16_model() if together else llama.model
+    checkpoint = dataclasses.replace(llama, model=model)
+    run = Run(checkpoint, {})
+    options = DecodingOptions(mode="ar", max_new_tokens=6, ignore_eos=True)
+    run.play([Arrival(tokens_of(row, 20), options, step=3 * row) for row in range(2)])
+    joined = [(0, 2)] if together else [(1, 1), (0, 2)]
+    assert fed[: 3 + len(joined)] == [(0, 1)] * 3 + joined
 
 
 def test_without_a_limit_prompts_are_read_at_once(

@@ -1,5 +1,7 @@
 """Layers of quantised models are packed as levels, without a bit of difference."""
 
+import copy
+
 import gguf
 import numpy as np
 import pytest
@@ -8,10 +10,14 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mars import load
+from mars.decoding.plan import RowPlan
 from mars.engine.kernels import linear
 from mars.engine.kernels.linear import PackedLinears
+from mars.gated import GatedAdapter
+from tests.engine.test_decoder import add_adapter, bf16_model, is_fused, open_rows, tokens_of
 from tests.engine.test_linear_kernel import BF16, apply, assert_right, needs_kernel, path
 
 __all__ = ["path"]  # a fixture
@@ -131,6 +137,36 @@ def test_all_blocks_of_many_are_found() -> None:
         shift = width * generator.uniform(-2, 2, (512, 1))
         weight = (width * generator.standard_t(3, (512, 256)) + shift).astype(np.float32)
         assert form_of(quantised(torch.from_numpy(weight), kind)) == form
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])  # 13 columns each: one tile to four, and more
+def test_masks_get_the_same_with_lora(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bf16_model(hidden_size=96, intermediate_size=128, head_dim=32, num_attention_heads=6)
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            layer.weight.data = quantised(layer.weight.data.float(), Kind.Q4_1).weight.data
+    same = copy.deepcopy(model)
+    adapter = add_adapter(model, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
+    twin = GatedAdapter(same, adapter.config).to(BF16).requires_grad_(False)
+    twin.load_state_dict(adapter.state_dict())
+
+    def logits(model: PreTrainedModel) -> list[Tensor]:
+        runner = open_rows(model, rows)
+        tokens = [tokens_of(row) for row in range(rows)]
+        return list(runner.forward(0, tokens, [RowPlan()] * rows)) + list(
+            runner.forward(0, [[*t, 7] for t in tokens], [RowPlan((5, 6, 7, 8), (0, 4), 4)] * rows)
+        )
+
+    found = logits(model)
+    assert linear._packed[model.model.layers[0].mlp.up_proj].layer.form == LEVELS_4
+    monkeypatch.setattr(linear, "_LEVELS", [])
+    expected = logits(same)
+    assert is_fused(model)
+    assert is_fused(same)
+    assert linear._packed[same.model.layers[0].mlp.up_proj].layer.form == DENSE
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert found[3].shape[1] == 8
 
 
 @pytest.mark.slow
