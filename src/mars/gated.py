@@ -214,7 +214,8 @@ class _LoraHook:
         if not add_lora(self._a, self._b, inputs[0], output, start):
             inner = self._a(inputs[0][:, start:].to(self._a.weight.dtype))
             weight = self._b.weight.mT.expand(len(inner), -1, -1)
-            if inner.dtype == output.dtype:  # product and sum are one call, and round once
+            # Product and sum are one call, and round once; but autocast leaves weights as they are.
+            if inner.dtype == output.dtype == weight.dtype:
                 output[:, start:].baddbmm_(inner, weight)
             else:
                 output[:, start:].add_(inner @ weight)

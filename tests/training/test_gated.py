@@ -212,8 +212,9 @@ def assert_same(a, b, **close):
         torch.testing.assert_close(a[name], b[name], **close)
 
 
-def test_trains_an_adapter_that_decodes(gated, tmp_path, tiny_folder):
-    folder = run(gated, tmp_path / "run", "--draft_head=6")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trains_an_adapter_that_decodes(gated, tmp_path, tiny_folder, bf16):
+    folder = run(gated, tmp_path / "run", "--draft_head=6", f"--bf16={bf16}")
     assert {path.name for path in folder.iterdir()} >= {CONFIG_FILE, WEIGHTS_FILE, "log.jsonl"}
     checkpoint = load(folder)
     assert checkpoint.adapter.config.base == tiny_folder
