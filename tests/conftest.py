@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from mars.checkpoint import Checkpoint, MarsConfig
 from mars.decoding.plan import RowPlan
 from mars.decoding.planner import Planner
-from mars.engine.step_times import StepTimes
+from mars.engine.step_times import Seconds, StepTimes
 
 torch.set_num_threads(max(1, min(2, torch.get_num_threads())))
 
@@ -78,7 +78,9 @@ def cheap_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The clock of the planner stands still, so that plans do not depend on this machine's hour.
     """
-    times = StepTimes({1: {0: 0.010, 32: 0.012}, 64: {0: 0.020, 256: 0.036}})
+    times = StepTimes(
+        {1: Seconds({0: 0.010, 32: 0.012}, {}), 64: Seconds({0: 0.020, 256: 0.036}, {})}
+    )
     monkeypatch.setattr("mars.decoding.scheduler.step_times", lambda *_: times)
 
     def learn(planner: Planner, plans: Sequence[RowPlan], committed: int, *_: object) -> None:

@@ -104,6 +104,24 @@ def test_dtype(plain, tmp_path, dtype):
         parse_dtype("int8")
 
 
+@pytest.mark.parametrize(
+    ("stored", "has_kernels", "expected"),
+    [
+        (torch.float32, True, torch.float32),
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.bfloat16, False, torch.float32),
+        (torch.float16, True, torch.float32),  # no processor computes in it
+    ],
+)
+def test_by_default_the_dtype_is_the_stored_one_if_it_is_fast(
+    plain, tmp_path, monkeypatch, stored, has_kernels, expected
+):
+    plain.model.to(stored)
+    plain.save(tmp_path)
+    monkeypatch.setattr("mars.checkpoint.linear_path", lambda: int(has_kernels))
+    assert load(tmp_path, device="cpu").model.dtype == expected
+
+
 def test_unknown_names(tmp_path):
     with pytest.raises(UserError, match="nobody/nothing"):
         load("nobody/nothing")

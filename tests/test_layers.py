@@ -22,6 +22,7 @@ LAYERS = {
     "mars.decoding.options": 1,
     "mars.decoding.accept": 1,
     "mars.decoding.drafts": 1,
+    "mars.decoding.forecast": 1,
     "mars.decoding.plan": 1,
     "mars.decoding.planner": 1,
     "mars.decoding.verify": 1,

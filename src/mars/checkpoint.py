@@ -25,6 +25,7 @@ from transformers import (
 
 from mars.compat import takes_attention_functions
 from mars.default_model import ensure_default_model
+from mars.engine.kernels.linear import linear_path
 from mars.errors import UserError
 from mars.gated import GatedAdapter, is_adapter_folder, load_adapter, read_config
 from mars.mask_token import (
@@ -140,7 +141,7 @@ def load(
     name: str | Path | None = None,
     *,
     adapter: str | Path | None = "auto",
-    dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
 ) -> Checkpoint:
     """Load a checkpoint for decoding or training.
@@ -150,7 +151,8 @@ def load(
             knows its base), or None for the default model, which is fetched on first use.
         adapter: folder of a gated adapter for this model; "auto" takes the one shipped with the
             package if the default model is meant; None takes none.
-        dtype: torch dtype or its name.
+        dtype: torch dtype or its name. "auto" is the one the weights are stored in; float32 for
+            half precision on a processor that has no arithmetic, or we no kernels, for it.
         device: where to put it; None takes the GPU if there is one.
 
     Raises:
@@ -164,8 +166,9 @@ def load(
     if adapter == "auto":
         adapter = shipped_adapter() if name is None else None
     source = _source(name)
-    torch_dtype = parse_dtype(dtype)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = _from_pretrained(AutoConfig, source)
+    torch_dtype = _best_dtype(config, device) if dtype == "auto" else parse_dtype(dtype)
     check_supported(config)
     mars = MarsConfig.from_config(config)
     if (Path(source) / "adapter_config.json").exists():
@@ -174,7 +177,6 @@ def load(
         model = _load_model(source, torch_dtype)
     _generation_config(source)  # loading a model passes over a damaged one in silence
     tokenizer = _from_pretrained(AutoTokenizer, source)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.nn.Module.to(model, device)
     checkpoint = Checkpoint(
         model=model.eval(),
@@ -244,6 +246,14 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise UserError(f"Unknown dtype {dtype!r}. Use one of {', '.join(DTYPES)}.")
     return DTYPES[dtype]
+
+
+def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
+    """Return the precision that weights are stored in, if the device computes in it."""
+    stored: torch.dtype | None = getattr(config, "dtype", None)
+    if stored is None or device.type == "cpu" and (stored != torch.bfloat16 or not linear_path()):
+        return torch.float32
+    return stored
 
 
 def _from_pretrained(auto_class: Any, source: str, **kwargs: Any) -> Any:

@@ -104,7 +104,7 @@ def bench(
     max_new_tokens: MaxNewTokens = 128,
     batch_size: BatchSize = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Passes per mode.")] = 3,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures here.")
     ] = None,
@@ -148,7 +148,7 @@ def bench(
         "draft_threshold": draft_threshold,
         "batch_size": batch_size,
         "repeats": repeats,
-        "dtype": dtype,
+        "dtype": str(checkpoint.model.dtype).removeprefix("torch."),
     }
     print(*(f"{name}: {value}" for name, value in (environment | settings).items()), sep="\n")
     rows = summarise(measure(checkpoint, requests, batch_size, repeats))

@@ -52,7 +52,7 @@ def chat(
     top_p: TopP = DEFAULTS.top_p,
     repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
     seed: Seed = DEFAULTS.seed,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
 ) -> None:
     """Chat with a model.
 

@@ -80,7 +80,7 @@ def generate(
     seed: Seed = DEFAULTS.seed,
     stop: Stop = None,
     logprobs: Logprobs = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     batch_size: BatchSize = 8,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a line, in the order of input.")

@@ -26,7 +26,12 @@ Adapter = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option(metavar="float32|bfloat16|float16", help="Precision the model runs in.")
+    str,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16",
+        help="Precision the model runs in. auto: that of its weights, or float32 where this "
+        "processor is slow in it.",
+    ),
 ]
 Mode = Annotated[
     str | None,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 SHORTEST_MATCH = 2
 LONGEST_MATCH = 8
 MOST_NGRAM_DRAFTS = 2 * LONGEST_MATCH
+_MOST_PLACES = 64
 # How often the token after a match of n is what comes next, measured on answers of the default
 # model (docs/log.md). A draft that turns out right makes the match one longer.
 _MATCH_CONFIDENCE = {2: 0.54, 3: 0.65, 4: 0.70, 5: 0.75, 6: 0.79, 7: 0.82, 8: 0.93}
@@ -25,42 +26,53 @@ class Draft(NamedTuple):
 
 
 class NgramIndex:
-    """Remember where every short run of tokens occurred last. O(1) work per token, at `draft`."""
+    """Remember where every pair of tokens occurred. O(1) work per token, at `draft`."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
-        self._num_known = 0  # tokens of which `_follows` knows what they follow
-        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
+        self._num_known = SHORTEST_MATCH  # tokens that `_follows` knows, or that follow no pair
+        self._follows: dict[tuple[int, int], list[int]] = {}  # pair -> places of tokens after it
 
     def push(self, token: int) -> None:
         """Append a token."""
         self._tokens.append(token)
 
     def _catch_up(self) -> None:
-        """Note that every new token follows the n-grams that end before it."""
-        for end in range(self._num_known, len(self._tokens)):
-            for n in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
-                self._follows[tuple(self._tokens[end - n : end])] = end
-        self._num_known = len(self._tokens)
+        """Note which pair every new token follows."""
+        first = self._num_known
+        pairs = zip(self._tokens[first - 2 :], self._tokens[first - 1 : -1], strict=False)
+        for place, pair in enumerate(pairs, start=first):
+            self._follows.setdefault(pair, []).append(place)
+        self._num_known = max(first, len(self._tokens))
 
     def draft(self, limit: int) -> tuple[Draft, ...]:
         """Continue as after the latest occurrence of the longest ending of the text.
 
-        A continuation that reaches the end of the text goes on with itself: it repeats.
+        A continuation that reaches the end of the text goes on with itself: it repeats. Of a pair
+        that is all over the text, the latest occurrences are looked at.
         """
         self._catch_up()
-        end = len(self._tokens)
-        for n in range(min(LONGEST_MATCH, end), SHORTEST_MATCH - 1, -1):
-            start = self._follows.get(tuple(self._tokens[-n:]))
-            if start is not None:
-                return tuple(
-                    Draft(
-                        self._tokens[start + i % (end - start)],
-                        _MATCH_CONFIDENCE[min(LONGEST_MATCH, n + i)],
-                    )
-                    for i in range(min(limit, 2 * n))
-                )
-        return ()
+        tokens, end = self._tokens, len(self._tokens)
+        if end < SHORTEST_MATCH:
+            return ()
+        longest = start = 0
+        for place in reversed(self._follows.get((tokens[-2], tokens[-1]), [])[-_MOST_PLACES:]):
+            length = SHORTEST_MATCH
+            while length < min(LONGEST_MATCH, place) and (
+                tokens[place - length - 1] == tokens[end - length - 1]
+            ):
+                length += 1
+            if length > longest:
+                longest, start = length, place
+                if length == LONGEST_MATCH:
+                    break
+        return tuple(
+            Draft(
+                tokens[start + i % (end - start)],
+                _MATCH_CONFIDENCE[min(LONGEST_MATCH, longest + i)],
+            )
+            for i in range(min(limit, 2 * longest))
+        )
 
 
 def merge_drafts(masks: Sequence[Draft], ngram: Sequence[Draft]) -> tuple[Draft, ...]:

@@ -12,26 +12,22 @@ What is chosen changes the speed only: the text is that of `ar`, whatever is fed
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts
+from mars.decoding.forecast import Forecast, survivals
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
-_PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
-_DECAY = 0.9  # of what a row has shown, per forward
-_PRIOR = 0.4  # drafts that a row is thought to have had, all as expected
 _FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was right
-# What is fed must bring a quarter more than it costs, and this much of a token per row on top:
-# forecasts err, and planning takes time, too.
-_LEAST_RETURN, _MARGIN = 1.25, 0.02
-_PATIENCE = 4  # forwards that feed nothing, after which the planner looks away, ...
-_PAUSES = 16, 256  # ... at first for so many, and twice as many each time, up to this
-_TRIES, _ENOUGH = 6, 1.1  # forwards that feed something, after which it looks whether that has paid
-_CLEAR, _CHECK_EVERY = 1.5, 16  # where it pays no more, so many forwards till one feeds nothing
 _PROBE_EVERY = 64  # forwards after which a row without masks gets some, to see whether they pay
-
-
+_LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what is fed
+# What drafts have saved, less what they have cost, is an account in forwards that feed nothing. It
+# may be overdrawn by so many; what is put aside for every forward, and for every new row, pays for
+# trying again. More than the most is forgotten.
+_CREDIT, _MOST = 1.2, 30.0
+_ALLOWANCE, _NEW_ROW = 0.006, 0.5
+_CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
 _FADING = 0.97  # of times measured, per forward
 _TRUST_IN_TABLE = 0.01  # seconds of forwards, which the table is thought to have told right
 
@@ -39,64 +35,11 @@ _TRUST_IN_TABLE = 0.01  # seconds of forwards, which the table is thought to hav
 class Times(Protocol):
     """Tells how long forwards take."""
 
-    def seconds(self, rows: int, columns: int) -> float:
-        """Return the seconds of a forward of `rows` rows with `columns` columns in all."""
+    def seconds(self, rows: int, columns: int, masks: int = 0) -> float:
+        """Return the seconds of a forward of `rows` rows.
 
-
-@dataclass(slots=True)
-class Forecast:
-    """What a row's drafts have been worth so far."""
-
-    survival: list[float] = field(default_factory=list)
-    """For every offset of a mask, the probability that its draft and those before it are right."""
-    expected: float = _PRIOR
-    """Drafts that were to be right by their confidences, and ..."""
-    accepted: float = _PRIOR
-    """... that were; both fade."""
-    text: list[float] = field(default_factory=lambda: [0.0] * 8)
-    """The same as `survival` for drafts that the text suggests; 0 where there were none."""
-    idle: int = 0
-    """Forwards since it had masks."""
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether a draft was right."""
-        return self.accepted > _PRIOR
-
-    @property
-    def trust(self) -> float:
-        """By what the row's confidences have to be multiplied."""
-        return min(1.25, self.accepted / self.expected)
-
-    def at(self, offset: int) -> float:
-        """Return the survival at an offset, from 0."""
-        if offset < len(self.survival):
-            return self.survival[offset]
-        last = len(_PRIOR_SURVIVAL) - 1
-        return _PRIOR_SURVIVAL[min(offset, last)] * 0.6 ** max(0, offset - last)
-
-    def worth(self, offset: int) -> float:
-        """Return what a mask's draft is expected to bring beyond those that the text suggests."""
-        text = self.text[offset] if offset < len(self.text) else 0.0
-        return self.trust * self.at(offset) * (1 - text)
-
-    def see(self, suggested: Sequence[Draft]) -> None:
-        """Take in what the text suggests to come next."""
-        values = survivals(suggested)
-        for offset, value in enumerate(self.text):
-            now = values[offset] if offset < len(values) else 0.0
-            self.text[offset] = value + 0.1 * (now - value)
-
-    def learn(self, fed: Sequence[Draft], accepted: int, found: Sequence[Draft]) -> None:
-        """Take in a forward: what was fed, how much of it was right, what its masks say."""
-        for value in survivals(fed):
-            self.expected += value
-        self.accepted = _PRIOR + _DECAY * (self.accepted - _PRIOR + accepted)
-        self.expected = _PRIOR + _DECAY * (self.expected - _PRIOR)
-        for offset, value in enumerate(survivals(found)):
-            blend = value + 0.7 * (self.at(offset) - value)
-            self.survival[offset : offset + 1] = [blend]
-        self.idle = 0 if found else self.idle + 1
+        It has `columns` columns in all, `masks` of them are masks.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +69,12 @@ class Choice:
 NO_CHOICE = Choice(RowPlan(), 0.0)
 
 
-def survivals(drafts: Sequence[Draft]) -> list[float]:
-    """Return for each draft the probability that it and those before it are right."""
-    values, value = [], 1.0
-    for draft in drafts:
-        value *= draft.confidence
-        values.append(value)
-    return values
-
-
-def choose(row: Candidate, price: float) -> tuple[Choice, Choice]:
-    """Choose what to feed of a row, if a column costs `price` tokens: with masks, and without."""
-    forecast, plain = row.forecast, NO_CHOICE
-    kept: tuple[Draft, ...] = ()
-    if row.drafts:
-        most = min(row.budget - 1, MOST_COLUMNS - 1)
-        kept = cut_drafts(row.drafts, price / forecast.trust, most)
-    if kept:
-        tokens = tuple(draft.token for draft in kept)
-        plain = Choice(RowPlan(tokens), forecast.trust * sum(survivals(kept)))
+def choose(row: Candidate, price: float) -> Choice:
+    """Choose what to feed of a row, with masks, if a column costs `price` tokens."""
+    forecast = row.forecast
+    most = min(row.budget - 1, MOST_COLUMNS - 1)
+    kept = cut_drafts(row.drafts, price / forecast.trust, most) if row.drafts else ()
+    plain = _feed(row, kept)
     # A mask that is read costs twice, here and in the next forward; behind the first offset that
     # does not bring as much, no other does.
     worth: list[float] = []
@@ -154,7 +84,7 @@ def choose(row: Candidate, price: float) -> tuple[Choice, Choice]:
     if not worth and forecast.idle >= _PROBE_EVERY and price < 0.5:
         worth = [2 * price] * most
     if not worth:
-        return plain, plain
+        return plain
     room = (MOST_COLUMNS - 1 - len(kept)) // len(worth)
     room = room if forecast.is_proven else min(room, _FIRST_MASKS)
     by_length = enumerate(accept_probabilities(kept))
@@ -162,65 +92,130 @@ def choose(row: Candidate, price: float) -> tuple[Choice, Choice]:
     groups = [(value, i) for value, i in groups if value > len(worth) * price]
     groups = sorted(groups, reverse=True)[:room]
     if not groups:
-        return plain, plain
+        return plain
     lengths = tuple(sorted(i for _, i in groups))
     window = min(len(worth), row.budget - lengths[0] - 2)
     gain = plain.gain + sum(value for value, _ in groups)
-    return Choice(RowPlan(plain.plan.drafts, lengths, window), gain), plain
+    return Choice(RowPlan(plain.plan.drafts, lengths, window), gain)
+
+
+def _feed(row: Candidate, drafts: Sequence[Draft]) -> Choice:
+    if not drafts:
+        return NO_CHOICE
+    tokens = tuple(draft.token for draft in drafts)
+    return Choice(RowPlan(tokens), row.forecast.trust * sum(survivals(drafts)))
+
+
+class _Cost:
+    """What more columns of a forward cost, in tokens."""
+
+    def __init__(
+        self,
+        clock: "_Clock",
+        rate: float,
+        fixed: Sequence[RowPlan],
+        rows: int,
+        *,
+        has_padding: bool,
+    ) -> None:
+        """Of a forward of `rows` rows with these plans among them, at `rate` tokens per second."""
+        self._clock, self._rate, self._rows, self._has_padding = clock, rate, rows, has_padding
+        self._masks = sum(plan.num_masks for plan in fixed)
+        self._longest = max((_length(plan) for plan in fixed), default=0)
+        self._base = rows + sum(map(_length, fixed))
+        self._before = self._seconds(0, 0, 0)
+
+    def of(self, columns: int, masks: int, longest: int) -> float:
+        """Return the price of so many columns, at most `longest` of them in a row."""
+        return self._rate * (self._seconds(columns, masks, longest) - self._before)
+
+    def profit(self, choices: Sequence[Choice]) -> float:
+        """Return what choices bring beyond what they must bring."""
+        lengths = [_length(choice.plan) for choice in choices]
+        masks = sum(choice.plan.num_masks for choice in choices)
+        cost = self.of(sum(lengths), masks, max(lengths))
+        return sum(choice.gain for choice in choices) - _LEAST_RETURN * cost
+
+    def _seconds(self, columns: int, masks: int, longest: int) -> float:
+        columns += self._base
+        if self._has_padding:
+            columns = self._rows * (1 + max(longest, self._longest))
+        return self._clock.all(self._rows, columns, self._masks + masks)
+
+
+def _length(plan: RowPlan) -> int:
+    return len(plan.drafts) + plan.num_masks
+
+
+def _choose_drafts(rows: Sequence[Candidate], cost: _Cost) -> list[Choice]:
+    """Choose how many drafts of each row to feed, without masks, by what so many really cost.
+
+    The likeliest come first. A row's drafts are ever less likely to be right, so these are the best
+    choice for their number.
+    """
+    offers = [
+        (row.forecast.trust * value, index)
+        for index, row in enumerate(rows)
+        for value in survivals(row.drafts[: min(row.budget, MOST_COLUMNS) - 1])
+    ]
+    offers.sort(key=lambda offer: -offer[0])
+    counts, longest, gain = [0] * len(rows), 0, 0.0
+    most, best = 0.0, 0
+    for number, (value, index) in enumerate(offers, start=1):
+        counts[index] += 1
+        longest, gain = max(longest, counts[index]), gain + value
+        profit = gain - _LEAST_RETURN * cost.of(number, 0, longest)
+        if profit > most:
+            most, best = profit, number
+    counts = [0] * len(rows)
+    for _, index in offers[:best]:
+        counts[index] += 1
+    return [_feed(row, row.drafts[:count]) for row, count in zip(rows, counts, strict=True)]
 
 
 class Planner:
     """Plans the rows of a forward together: they share its time."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Times, *, has_padding: bool = False) -> None:
+        """Plan with the times of a machine.
+
+        `has_padding` says that a forward computes as many columns for every row as for the longest.
+        """
         self._times = times
+        self._has_padding = has_padding
         self._clock = _Clock(times)
         self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
         self._extra = 8.0  # columns of a row beyond its last token, lately
-        self._idle = 0  # forwards in a row that fed nothing
-        self._pause = 0  # forwards until it looks again
-        self._pause_rows = self._rows = 0
-        self._next_pause = _PAUSES[0]
         self._fed = 0  # forwards in a row that fed something
-        self._tries = 0  # the same since the last rest, and the seconds they saved and cost
-        self._won = self._spent = self._paid = 0.0
+        self._account = 0.0
+        self._is_resting = False
 
-    def is_pausing(self, rows: int, new: int = 0) -> bool:
-        """Whether the next forward, of so many rows, feeds nothing: asking rows takes time, too.
+    def is_pausing(self, new: int = 0) -> bool:
+        """Whether the next forward feeds nothing: asking rows takes time, too.
 
-        With a quarter of the rows gone, columns are cheaper, and with a quarter of them new, the
-        text is another: the pause is over.
+        `new` rows have just come. Where drafts have cost more than they have saved, it rests until
+        enough is put aside for another try.
         """
-        if rows <= 0.75 * self._pause_rows or new >= rows / 4:
-            self._pause = 0
-        self._pause = max(0, self._pause - 1)
-        return self._pause > 0
+        self._account += _NEW_ROW * new
+        if self._account < -_CREDIT:
+            self._is_resting = True
+        elif self._account > 1 - _CREDIT:
+            self._is_resting = False
+        return self._is_resting
 
     def plan(self, rows: Sequence[Candidate], fixed: Sequence[RowPlan] = ()) -> list[RowPlan]:
         """Plan a forward of `rows`, beside others whose plans are fixed."""
-        count = self._rows = len(rows) + len(fixed)
-        base = count + sum(len(plan.drafts) + plan.num_masks for plan in fixed)
-        is_unclear = self._fed >= _CHECK_EVERY and self._won < _CLEAR * self._spent
-        if base == count and (is_unclear or not self._clock.is_set):
+        count = len(rows) + len(fixed)
+        is_unclear = self._fed >= _CHECK_EVERY and self._account < _MOST / 2
+        if not any(map(_length, fixed)) and (is_unclear or not self._clock.is_set):
             return [RowPlan()] * len(rows)  # to see how long that takes
         rate = self._speedup * count / self._clock.alone(count)
-        price = rate * self._slope(count, base)
-        chosen = [choose(row, price) for row in rows]
-        ways = [[masked for masked, _ in chosen], [plain for _, plain in chosen]]
-        alone = self._clock.all(count, base)
-
-        def profit(choices: list[Choice]) -> float:
-            columns = base + sum(len(c.plan.drafts) + c.plan.num_masks for c in choices)
-            cost = rate * (self._clock.all(count, columns) - alone)
-            return sum(c.gain for c in choices) - _LEAST_RETURN * cost - _MARGIN * len(rows)
-
-        best = max(ways, key=profit)
-        if profit(best) > 0:
-            self._idle = 0
+        cost = _Cost(self._clock, rate, fixed, count, has_padding=self._has_padding)
+        price = rate * self._slope(count, count + sum(map(_length, fixed)))
+        ways = _choose_drafts(rows, cost), [choose(row, price) for row in rows]
+        best = max(ways, key=cost.profit)
+        if cost.profit(best) > 0:
             return [choice.plan for choice in best]
-        self._idle += 1
-        if self._idle >= _PATIENCE:
-            self._rest()
         return [RowPlan()] * len(rows)
 
     def learn(
@@ -235,39 +230,26 @@ class Planner:
         `seconds` is None if it did more, such as reading a prompt; planning took time before.
         """
         count = len(plans)
-        columns = sum(1 + len(plan.drafts) + plan.num_masks for plan in plans)
+        columns, masks = self._columns(plans), sum(plan.num_masks for plan in plans)
         alone = self._clock.alone(count)
         self._fed = self._fed + 1 if columns > count else 0
+        saved = _ALLOWANCE
         if seconds is not None:
             # What takes twice as long as it should is another process's doing.
-            seconds = min(seconds, 2 * self._clock.all(count, columns))
-            self._clock.note(count, columns, seconds)
+            seconds = min(seconds, 2 * self._clock.all(count, columns, masks))
+            self._clock.note(count, columns, masks, seconds)
+            saved -= planning / alone
             if columns > count:
-                self._judge((committed - count) * alone / count, seconds + planning - alone)
-        speedup = committed / count * alone / self._clock.all(count, columns)
+                saved += committed / count - seconds / alone
+        self._account = min(_MOST, self._account + saved)
+        speedup = committed / count * alone / self._clock.all(count, columns, masks)
         self._speedup += 0.1 * (speedup - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
 
-    def _judge(self, won: float, spent: float) -> None:
-        """Compare the seconds that drafts have saved of late with those that they have cost.
-
-        A forward saves what the one before has paid for: its masks make the drafts.
-        """
-        self._tries += 1
-        self._won = _DECAY * self._won + won
-        self._spent, self._paid = _DECAY * self._spent + self._paid, spent
-        # Where it has rested before, for want of success, it looks sooner.
-        enough = _TRIES if self._next_pause == _PAUSES[0] else _TRIES // 2
-        if self._tries >= enough and self._won < _ENOUGH * self._spent:
-            self._rest()
-        elif self._tries >= 2 * _TRIES:
-            self._next_pause = _PAUSES[0]
-
-    def _rest(self) -> None:
-        self._idle = self._tries = 0
-        self._won = self._spent = self._paid = 0.0
-        self._pause, self._pause_rows = self._next_pause, self._rows
-        self._next_pause = min(2 * self._next_pause, _PAUSES[1])
+    def _columns(self, plans: Sequence[RowPlan]) -> int:
+        lengths = [_length(plan) for plan in plans]
+        more = len(plans) * max(lengths) if self._has_padding else sum(lengths)
+        return len(plans) + more
 
     def _slope(self, rows: int, columns: int) -> float:
         """Return the seconds of one more column, about where the last forwards were."""
@@ -301,12 +283,12 @@ class _Clock:
         """Return the seconds of a forward of so many rows that feeds nothing."""
         return self._times.seconds(rows, rows) * self._alone
 
-    def all(self, rows: int, columns: int) -> float:
-        """Return the seconds of a forward with so many columns in all."""
-        more = self._times.seconds(rows, columns) - self._times.seconds(rows, rows)
+    def all(self, rows: int, columns: int, masks: int = 0) -> float:
+        """Return the seconds of a forward with so many columns in all, and masks among them."""
+        more = self._times.seconds(rows, columns, masks) - self._times.seconds(rows, rows)
         return self.alone(rows) + self.slope * more
 
-    def note(self, rows: int, columns: int, seconds: float) -> None:
+    def note(self, rows: int, columns: int, masks: int, seconds: float) -> None:
         """Take in how long a forward took."""
         table = self._times.seconds(rows, rows)
         if columns == rows:
@@ -316,8 +298,8 @@ class _Clock:
             self._alone += weight * change
             self.is_set = True
             return
-        more = self._times.seconds(rows, columns) - table
-        self._alone *= 1 + 0.02 * (seconds / self.all(rows, columns) - 1)
+        more = self._times.seconds(rows, columns, masks) - table
+        self._alone *= 1 + 0.02 * (seconds / self.all(rows, columns, masks) - 1)
         faded = 1 - _FADING
         self._measured += seconds - self.alone(rows) + faded * (_TRUST_IN_TABLE - self._measured)
         self._expected += more + faded * (_TRUST_IN_TABLE - self._expected)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mars.decoding.decision import Decision
-from mars.decoding.planner import Candidate, Forecast
+from mars.decoding.forecast import Forecast
+from mars.decoding.planner import Candidate
 from mars.decoding.request import LogitsHook, Progress, Result, TokenLogprob
 from mars.decoding.sampling import History
 

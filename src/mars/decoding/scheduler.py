@@ -251,8 +251,9 @@ class Scheduler:
         if not any(are_planned):
             return [None] * len(rows)
         if self._planner is None:
-            self._planner = Planner(step_times(self._runner.model, self._max_rows, decide_made_up))
-        if self._planner.is_pausing(len(rows), new):
+            times = step_times(self._runner.model, self._max_rows, decide_made_up)
+            self._planner = Planner(times, has_padding=self._runner.has_padding)
+        if self._planner.is_pausing(new):
             return [NOTHING if planned else None for planned in are_planned]
         pairs = zip(rows, are_planned, strict=True)
         return [row.candidate() if planned else None for row, planned in pairs]

@@ -67,7 +67,7 @@ class Detokenizer:
         else:  # byte fallback shows a whole run of bytes as broken until its last one arrives
             piece, self._held = "", text[len(self._shown) :]
         self._context = window
-        if len(window) > _CONTEXT_TOKENS:
+        if len(window) > 2 * _CONTEXT_TOKENS:  # every time would decode twice as often
             self._shorten()
         return piece
 

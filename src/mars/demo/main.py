@@ -61,7 +61,7 @@ def demo(
     if folder is not None:
         train_adapter(model, folder, train_minutes or 0.0)
         adapter = folder
-    checkpoint = load_faster(model, adapter)
+    checkpoint = load_drafting(model, adapter)
     print(f"\nOne token per forward, and several ({checkpoint.model.dtype}):")
     print(summary(compare(checkpoint, prompts(), max_seconds=MOST_SECONDS)))
     print("\n" + check_plain_loading(model, adapter, prompts()[0]))
@@ -104,26 +104,22 @@ def train_adapter(model: str | None, folder: Path, minutes: float) -> None:
         print(f"  {when:<8}{'  '.join(shares)}  by offset")
 
 
-def load_faster(model: str | None, adapter: str | Path | None) -> Checkpoint:
-    """Load the checkpoint in the precision that this machine computes faster with.
+def load_drafting(model: str | None, adapter: str | Path | None) -> Checkpoint:
+    """Load the checkpoint and warm it up.
 
     Raises:
         UserError: there is no adapter for it.
     """
-    checkpoints = []
-    for dtype in ("float32", "bfloat16"):
-        checkpoint = load(model, adapter=adapter, dtype=dtype)
-        if checkpoint.mars is None:
-            name = "the default model in this installation" if model is None else model
-            raise UserError(
-                f"There is no adapter for {name}. Name one with --adapter, or train one in some "
-                "minutes: mars demo --train"
-            )
-        generate(checkpoint, prompts()[0], max_new_tokens=4)  # warm-up
-        started = time.perf_counter()
-        generate(checkpoint, prompts()[0], max_new_tokens=12)
-        checkpoints.append((time.perf_counter() - started, checkpoint))
-    return min(checkpoints, key=lambda pair: pair[0])[1]
+    checkpoint = load(model, adapter=adapter)
+    if checkpoint.mars is None:
+        name = "the default model in this installation" if model is None else model
+        raise UserError(
+            f"There is no adapter for {name}. Name one with --adapter, or train one in some "
+            "minutes: mars demo --train"
+        )
+    for options in WAYS.values():
+        generate(checkpoint, prompts()[0], max_new_tokens=4, **options)
+    return checkpoint
 
 
 def compare(

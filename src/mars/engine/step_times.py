@@ -1,7 +1,4 @@
-"""How long a forward takes, by rows and columns: measured once per machine and model, kept on disk.
-
-Columns are what all rows feed together: last tokens, drafts and masks.
-"""
+"""How long a forward takes, by rows, drafts and masks: measured once per machine, kept on disk."""
 
 import hashlib
 import json
@@ -13,7 +10,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -25,16 +24,17 @@ from mars.engine.runner import FlatOutputs, Outputs, Runner
 from mars.gated import attached_adapter
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
-_EXTRA = (0, 1, 3, 7, 15, 31)  # columns of a row beyond its last token
-_MOST_EXTRA = 256  # of all rows
+_EXTRA = (0, 1, 3, 7)  # drafts of all rows, from which times are known, ...
+_TILES = (16, 32, 64, 128, 256)  # ... and as many columns, where times jump, and one more
+_MOST_DRAFTS = 31  # of a row
 _CONTEXT = 256  # tokens in the cache; what is in them takes no part
-_WINDOW = 4  # masks per group, for models that tell no other number
+_WINDOW = 4  # masks of a row, for models that tell no other number
 _REPEATS, _FEW_REPEATS = 5, 3
 _BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
-_FORMAT = 2
+_FORMAT = 3
 
-Measure = Callable[[int, int], float]
-"""(rows, columns of a row beyond its last token) -> seconds of a forward."""
+Measure = Callable[[int, int, int], float]
+"""(rows, drafts of all rows, masks of all rows) -> seconds of a forward."""
 Decide = Callable[[Outputs | FlatOutputs, PreTrainedModel, Sequence[RowPlan]], object]
 """(outputs, model, what made-up rows have fed): decide on them, as a step does, and wait for it."""
 
@@ -42,42 +42,74 @@ Decide = Callable[[Outputs | FlatOutputs, PreTrainedModel, Sequence[RowPlan]], o
 _trusted: set[Path] = set()  # tables that this process has measured or checked
 
 
+class Seconds(NamedTuple):
+    """What forwards of one number of rows take."""
+
+    by_drafts: dict[int, float]
+    """By drafts of all rows; 0 is among them."""
+    by_masks: dict[int, float]
+    """By masks of all rows, at least 1, without drafts."""
+
+
+class _Curve:
+    """A function that never falls: straight lines between points, the last one goes on."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._x = sorted(points)
+        # Noise makes times longer only: what more columns do in less, fewer do, too.
+        self._y = [*accumulate((points[x] for x in reversed(self._x)), min)][::-1]
+
+    def at(self, x: int) -> float:
+        if len(self._x) == 1:
+            return self._y[0]
+        index = min(max(1, bisect_left(self._x, x)), len(self._x) - 1)
+        (x0, x1), (y0, y1) = self._x[index - 1 : index + 1], self._y[index - 1 : index + 1]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
 class StepTimes:
-    """A table of seconds per forward; between its entries, straight lines."""
+    """A table of seconds per forward; between its entries, straight lines.
 
-    def __init__(self, table: Mapping[int, Mapping[int, float]]) -> None:
-        """Take seconds by rows and by columns beyond one per row; 0 must be among these."""
+    A mask costs what a draft costs and something on top, for the adapter and the draft head; the
+    first one costs most.
+    """
+
+    def __init__(self, table: Mapping[int, Seconds]) -> None:
+        """Take seconds by rows."""
         self._rows = sorted(table)
-        self._curves: dict[int, tuple[list[int], list[float]]] = {}
+        self._drafts = {rows: _Curve(seconds.by_drafts) for rows, seconds in table.items()}
+        self._masks: dict[int, _Curve | None] = {}
         for rows, seconds in table.items():
-            extra, longest = sorted(seconds), 0.0
-            rising = []
-            for count in extra:  # what falls is noise
-                longest = max(longest, seconds[count])
-                rising.append(longest)
-            self._curves[rows] = extra, rising
+            points = {
+                masks: max(0.0, value - self._drafts[rows].at(masks))
+                for masks, value in seconds.by_masks.items()
+            }
+            self._masks[rows] = _Curve(points) if points else None
 
-    def seconds(self, rows: int, columns: int) -> float:
-        """Return the time of a forward of `rows` rows with `columns` columns in all."""
+    def seconds(self, rows: int, columns: int, masks: int = 0) -> float:
+        """Return the time of a forward.
+
+        Args:
+            rows: how many.
+            columns: what all rows feed: last tokens, drafts and masks.
+            masks: how many of the columns are masks.
+        """
         extra = max(0, columns - rows)
         high = min(bisect_left(self._rows, rows), len(self._rows) - 1)
         last = self._rows[high]
         if high == 0 or last == rows:
-            return self._at(last, extra)
+            return self._at(last, extra, masks)
         first = self._rows[high - 1]
         share = (rows - first) / (last - first)
         if share > 1:  # beyond the table: rows cost what they cost before, columns as in its last
-            alone = self._at(last, 0) - self._at(first, 0)
-            return self._at(last, extra) + max(0.0, alone) * (share - 1)
-        return (1 - share) * self._at(first, extra) + share * self._at(last, extra)
+            alone = self._at(last, 0, 0) - self._at(first, 0, 0)
+            return self._at(last, extra, masks) + max(0.0, alone) * (share - 1)
+        return (1 - share) * self._at(first, extra, masks) + share * self._at(last, extra, masks)
 
-    def _at(self, rows: int, extra: int) -> float:
-        counts, seconds = self._curves[rows]
-        if len(counts) == 1:
-            return seconds[0]
-        index = min(max(1, bisect_left(counts, extra)), len(counts) - 1)
-        (x0, x1), (y0, y1) = counts[index - 1 : index + 1], seconds[index - 1 : index + 1]
-        return y0 + (y1 - y0) * (extra - x0) / (x1 - x0)
+    def _at(self, rows: int, extra: int, masks: int) -> float:
+        curve = self._masks[rows]
+        more = 0.0 if masks == 0 or curve is None else max(0.0, curve.at(masks))
+        return self._drafts[rows].at(extra) + more
 
 
 def step_times(
@@ -100,7 +132,7 @@ def step_times(
     if known and path not in _trusted:
         rows = min(known)
         check = measure or _Stopwatch(model, decide, _FEW_REPEATS)
-        if check(rows, 0) < _BUSY * known[rows][0]:
+        if check(rows, 0, 0) < _BUSY * known[rows].by_drafts[0]:
             known = {}
     needed = [rows for rows in _ROWS if rows < max_rows]
     needed.append(next((rows for rows in _ROWS if rows >= max_rows), _ROWS[-1]))
@@ -108,11 +140,25 @@ def step_times(
     if missing:
         measure = measure or _Stopwatch(model, decide)
         for rows in missing:
-            wanted = [extra for extra in _EXTRA if extra * rows <= _MOST_EXTRA]
-            known[rows] = {extra * rows: measure(rows, extra) for extra in wanted}
+            most_masks = _window(model) * rows
+            known[rows] = Seconds(
+                {drafts: measure(rows, drafts, 0) for drafts in _numbers_of_drafts(rows)},
+                {masks: measure(rows, 0, masks) for masks in (1, rows, most_masks)},
+            )
         _write(path, known)
     _trusted.add(path)
     return StepTimes(known)
+
+
+def _numbers_of_drafts(rows: int) -> list[int]:
+    ends = [tile + more - rows for tile in _TILES for more in (0, 1)][:-1]
+    most = _MOST_DRAFTS * rows
+    return sorted({n for n in (*_EXTRA, *ends, min(most, _TILES[-1])) if 0 <= n <= most})
+
+
+def _window(model: PreTrainedModel) -> int:
+    adapter = attached_adapter(model)
+    return _WINDOW if adapter is None else min(_WINDOW, adapter.config.block_size)
 
 
 class _Stopwatch:
@@ -122,28 +168,30 @@ class _Stopwatch:
         self._model, self._decide, self._repeats = model, decide, repeats
         self._runner: Runner | None = None
 
-    def __call__(self, rows: int, extra: int) -> float:
+    def __call__(self, rows: int, drafts: int, masks: int) -> float:
         tokens = [[(7 * i + row) % 97 for i in range(_CONTEXT)] for row in range(rows)]
         if self._runner is None or self._runner.cache.num_rows != rows:
-            self._runner = Runner(
-                self._model, num_rows=rows, max_positions=_CONTEXT + 2 * _EXTRA[-1] + 2
-            )
+            most = _CONTEXT + _MOST_DRAFTS + _WINDOW + 1
+            self._runner = Runner(self._model, num_rows=rows, max_positions=most)
             for _ in tokens:
                 self._runner.add_row()
-        masks = (extra + 1) // 2
-        adapter = attached_adapter(self._model)
-        window = min(masks, _WINDOW if adapter is None else adapter.config.block_size)
-        groups = masks // window if masks else 0
-        plan = RowPlan((1,) * (extra - groups * window), tuple(range(groups)), window)
-        best = float("inf")
+        plans = [
+            RowPlan((1,) * count, (0,) if window else (), window)
+            for count, window in zip(_spread(drafts, rows), _spread(masks, rows), strict=True)
+        ]
+        best = math.inf
         for _ in range(self._repeats):
             # The last token is taken back: it runs again.
             self._runner.cached = [_CONTEXT - 1] * rows
             start = time.perf_counter()
-            outputs = self._runner.run(0, tokens, [plan] * rows)
-            self._decide(outputs, self._model, [plan] * rows)
+            outputs = self._runner.run(0, tokens, plans)
+            self._decide(outputs, self._model, plans)
             best = min(best, time.perf_counter() - start)
         return best
+
+
+def _spread(count: int, rows: int) -> list[int]:
+    return [count // rows + (row < count % rows) for row in range(rows)]
 
 
 def _key(model: PreTrainedModel) -> str:
@@ -164,21 +212,27 @@ def _key(model: PreTrainedModel) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> dict[int, dict[int, float]]:
+def _read(path: Path) -> dict[int, Seconds]:
     try:
         content = json.loads(path.read_text())
-        table = {int(r): {int(c): float(s) for c, s in row.items()} for r, row in content.items()}
+        table = {
+            int(rows): Seconds(*({int(n): float(s) for n, s in c.items()} for c in curves))
+            for rows, curves in content.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: measured again
         return {}
     return {rows: seconds for rows, seconds in table.items() if _is_whole(rows, seconds)}
 
 
-def _is_whole(rows: int, seconds: Mapping[int, float]) -> bool:
+def _is_whole(rows: int, seconds: Seconds) -> bool:
     """Whether a row of the table can be one that was measured."""
-    return rows > 0 and 0 in seconds and all(0 < s < math.inf for s in seconds.values())
+    values = (*seconds.by_drafts.values(), *seconds.by_masks.values())
+    keys = (*seconds.by_drafts, *seconds.by_masks)
+    is_known = 0 in seconds.by_drafts and min(seconds.by_masks, default=0) > 0
+    return rows > 0 and is_known and min(keys) >= 0 and all(0 < s < math.inf for s in values)
 
 
-def _write(path: Path, table: Mapping[int, Mapping[int, float]]) -> None:
+def _write(path: Path, table: Mapping[int, Seconds]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
