@@ -251,7 +251,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
     """Return the precision that weights are stored in, if the device computes in it."""
     stored: torch.dtype | None = getattr(config, "dtype", None)
-    if stored is None or device.type == "cpu" and (stored != torch.bfloat16 or not linear_path()):
+    if stored is None or (device.type == "cpu" and (stored != torch.bfloat16 or not linear_path())):
         return torch.float32
     return stored
 

@@ -161,6 +161,15 @@ def test_masks_are_not_fed_where_the_first_costs_too_much() -> None:
     assert plan.num_masks == 0
 
 
+def test_where_nobody_follows_drafts_must_bring_more() -> None:
+    rows = [candidate(0.6, window=0)] * 16
+    planner = ready(times(1.0, 0.04))  # a column costs 0.4 tokens
+    assert planner.plan(rows) == [RowPlan((10,))] * 16
+    planner.is_closing = True
+    assert planner.plan(rows) == [RowPlan()] * 16
+    assert planner.plan(rows[:1]) == [RowPlan((10,))], "the last one saves whole forwards"
+
+
 def test_padding_is_paid_for() -> None:
     """One row of eight has drafts: without padding eight columns more, with it 64."""
     rows = [candidate(*[0.99] * 8, window=0), *[candidate(window=0)] * 7]
@@ -204,19 +213,20 @@ def test_offsets_beyond_what_was_seen_are_worth_less(offset: int) -> None:
 
 
 def test_times_are_corrected_by_those_that_were_measured() -> None:
-    clock = _Clock(times(1.0, 0.1))
+    clock = _Clock(times(1.0, 0.1).seconds)
     assert clock.all(1, 5) == pytest.approx(1.5)
     clock.note(1, 1, 0, 0.55)  # the table is of a busy hour
     assert clock.alone(1) == pytest.approx(0.55)
     assert clock.alone(4) == pytest.approx(0.7)
     for _ in range(200):
         clock.note(1, 5, 0, 0.75)
-    assert clock.slope == pytest.approx(0.5, rel=0.1)
+    assert clock.slope(0) == pytest.approx(0.5, rel=0.1)
+    assert clock.slope(1) == 1, "forwards with masks are another matter"
     assert clock.all(1, 5) == pytest.approx(0.75, rel=0.05)
 
 
 def test_what_was_faster_is_believed_at_once() -> None:
-    clock = _Clock(times(1.0, 0.05))
+    clock = _Clock(times(1.0, 0.05).seconds)
     clock.note(1, 1, 0, 2.1)  # something else was going on
     clock.note(1, 1, 0, 1.05)
     assert clock.alone(1) == pytest.approx((2.1 + 1.05) / 2)
@@ -332,9 +342,10 @@ def test_new_rows_end_a_rest_sooner() -> None:
     planner.learn([RowPlan((1, 1))], 1, 9.0)
     planner.learn([RowPlan((1, 1))], 1, 9.0)
     waited = 0
-    while planner.is_pausing(new=waited % 20 == 19):
+    while planner.is_pausing():
         planner.learn([RowPlan()], 1, 2.0)
         waited += 1
+        planner.welcome(waited % 20 == 0)
     assert waited < rest / 2
 
 

@@ -1,4 +1,6 @@
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mars.engine.cache import SlotCache
 
@@ -83,3 +85,48 @@ def test_a_row_moves() -> None:
     write(cache, slice(0, 2), [[0, 1, 2], [0, 1, 2]], 3, states(2, 3))
     cache.move_row(1, 0, 2)
     assert cache.keys[0][0, 0, :3, 0].tolist() == [4, 5, 3]
+
+
+def allocated(rows: int, slots: int, *, unit: int = 1, layers: int = 3) -> SlotCache:
+    cache = SlotCache(rows, slots)
+    cache.allocate(layers, 2, 4, torch.float32, unit=unit)
+    return cache
+
+
+@given(
+    st.integers(1, 5), st.integers(0, 70), st.integers(1, 5), st.integers(1, 70), st.integers(1, 40)
+)
+def test_memory_that_is_taken_over_serves_as_new_one_does(
+    rows: int, slots: int, new_rows: int, new_slots: int, unit: int
+) -> None:
+    used = allocated(rows, slots, unit=unit)
+    for tensor in used.keys + used.values:
+        tensor.fill_(float("nan"))
+    cache, fresh = SlotCache(new_rows, 0), allocated(new_rows, new_slots, unit=unit)
+    fits = new_rows * fresh.row_slots <= rows * used.row_slots
+    assert cache.adopt(used, new_slots) == fits
+    if not fits:
+        assert not cache.keys
+        assert cache.num_slots == 0
+        return
+    addresses = {tensor.data_ptr() for tensor in used.keys + used.values}
+    assert {tensor.data_ptr() for tensor in cache.keys + cache.values} == addresses
+    for mine, theirs in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
+        assert torch.equal(mine, theirs), "zeros of the same shape"
+        assert mine.is_contiguous()
+    cache.allocate(3, 2, 4, torch.float32, unit=unit)  # is done already
+    for number, tensor in enumerate(cache.keys + cache.values):
+        tensor.fill_(number)
+    for number, tensor in enumerate(cache.keys + cache.values):
+        assert tensor.eq(number).all(), "layers do not overlap"
+    cache.reserve(new_slots + 50)
+    assert cache.keys[2][:, :, : new_slots // unit].eq(2).all()
+
+
+def test_a_smaller_user_does_not_make_memory_smaller() -> None:
+    large = allocated(4, 63, unit=8)
+    small, again = SlotCache(1, 0), SlotCache(4, 0)
+    assert small.adopt(large, 8)
+    assert again.adopt(small, 63)
+    assert not SlotCache(4, 0).adopt(again, 64)
+    assert not SlotCache(1, 0).adopt(SlotCache(1, 0), 1), "there is no memory"

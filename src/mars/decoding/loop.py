@@ -35,6 +35,7 @@ def decode(
         max_positions=max(len(r.prompt_ids) + r.options.max_new_tokens for r in requests),
         mask_token_id=mask_token_id,
         prefill_chunk=prefill_chunk,
+        all_known=True,
     )
     for index, request in enumerate(requests):
         scheduler.add(index, request)

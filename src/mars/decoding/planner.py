@@ -11,8 +11,9 @@ tokens. Then
 What is chosen changes the speed only: the text is that of `ar`, whatever is fed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts
@@ -174,29 +175,37 @@ def _choose_drafts(rows: Sequence[Candidate], cost: _Cost) -> list[Choice]:
 
 
 class Planner:
-    """Plans the rows of a forward together: they share its time."""
+    """Plans the rows of a forward together: they share its time.
+
+    Attributes:
+        is_closing: whether nobody follows when one of the rows ends.
+    """
 
     def __init__(self, times: Times, *, has_padding: bool = False) -> None:
         """Plan with the times of a machine.
 
         `has_padding` says that a forward computes as many columns for every row as for the longest.
         """
-        self._times = times
+        self._seconds = lru_cache(maxsize=1 << 14)(times.seconds)
         self._has_padding = has_padding
-        self._clock = _Clock(times)
+        self._clock = _Clock(self._seconds)
         self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
         self._extra = 8.0  # columns of a row beyond its last token, lately
         self._fed = 0  # forwards in a row that fed something
         self._account = 0.0
         self._is_resting = False
+        self.is_closing = False
 
-    def is_pausing(self, new: int = 0) -> bool:
+    def welcome(self, rows: int) -> None:
+        """Take in that so many rows are new: their drafts may be worth more."""
+        self._account = min(_MOST, self._account + _NEW_ROW * rows)
+
+    def is_pausing(self) -> bool:
         """Whether the next forward feeds nothing: asking rows takes time, too.
 
-        `new` rows have just come. Where drafts have cost more than they have saved, it rests until
-        enough is put aside for another try.
+        Where drafts have cost more than they have saved, it rests until enough is put aside for
+        another try.
         """
-        self._account += _NEW_ROW * new
         if self._account < -_CREDIT:
             self._is_resting = True
         elif self._account > 1 - _CREDIT:
@@ -209,7 +218,7 @@ class Planner:
         is_unclear = self._fed >= _CHECK_EVERY and self._account < _MOST / 2
         if not any(map(_length, fixed)) and (is_unclear or not self._clock.is_set):
             return [RowPlan()] * len(rows)  # to see how long that takes
-        rate = self._speedup * count / self._clock.alone(count)
+        rate = self._speedup * count / (self._clock.alone(count) * self._worth(count))
         cost = _Cost(self._clock, rate, fixed, count, has_padding=self._has_padding)
         price = rate * self._slope(count, count + sum(map(_length, fixed)))
         ways = _choose_drafts(rows, cost), [choose(row, price) for row in rows]
@@ -235,16 +244,30 @@ class Planner:
         self._fed = self._fed + 1 if columns > count else 0
         saved = _ALLOWANCE
         if seconds is not None:
-            # What takes twice as long as it should is another process's doing.
-            seconds = min(seconds, 2 * self._clock.all(count, columns, masks))
-            self._clock.note(count, columns, masks, seconds)
+            expected = self._clock.all(count, columns, masks)
+            # What takes much longer than it should is another process's doing.
+            self._clock.note(count, columns, masks, min(seconds, 2 * expected))
             saved -= planning / alone
             if columns > count:
-                saved += committed / count - seconds / alone
+                saved += (committed / count - 1) * self._worth(count)
+                saved -= min(seconds, 1.3 * expected) / alone - 1
         self._account = min(_MOST, self._account + saved)
         speedup = committed / count * alone / self._clock.all(count, columns, masks)
         self._speedup += 0.1 * (speedup - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
+
+    def _worth(self, rows: int) -> float:
+        """Return what a token that is said earlier saves, against the same share of a forward.
+
+        Where nobody follows, a row that ends early takes only what it adds itself out of the
+        forwards to come. The rest of them is saved as far as the slowest row gains: of n alike that
+        is about n^-0.4 of the mean.
+        """
+        if not self.is_closing or rows == 1:
+            return 1.0
+        alone = self._seconds(rows, rows)
+        own = min(1.0, (alone - self._seconds(1, 1)) / (rows - 1) * rows / alone)
+        return own + (1 - own) * rows**-0.4
 
     def _columns(self, plans: Sequence[RowPlan]) -> int:
         lengths = [_length(plan) for plan in plans]
@@ -255,8 +278,8 @@ class Planner:
         """Return the seconds of one more column, about where the last forwards were."""
         extra = max(4.0, self._extra) * rows
         low, high = columns + int(extra / 2), columns + int(extra * 1.5) + 1
-        difference = self._times.seconds(rows, high) - self._times.seconds(rows, low)
-        return self._clock.slope * difference / (high - low)
+        difference = self._seconds(rows, high) - self._seconds(rows, low)
+        return self._clock.slope(masks=1) * difference / (high - low)
 
 
 class _Clock:
@@ -266,31 +289,30 @@ class _Clock:
     long contexts and other work on the machine.
     """
 
-    def __init__(self, times: Times) -> None:
-        self._times = times
-        # Seconds of what more columns took, and what the table says of them; both fade.
-        self._measured = self._expected = _TRUST_IN_TABLE
+    def __init__(self, seconds: Callable[..., float]) -> None:
+        self._seconds = seconds  # as `Times.seconds`
+        # Of forwards with drafts alone, and of those with masks.
+        self._more = _Correction(), _Correction()
         self._alone = 1.0
         # Whether a forward that fed nothing was measured: the table may be of a busy hour.
         self.is_set = False
 
-    @property
-    def slope(self) -> float:
-        """How much longer than in the table a column takes."""
-        return min(4.0, max(0.25, self._measured / self._expected))
+    def slope(self, masks: int) -> float:
+        """Return how much longer than in the table more columns take, so many masks among them."""
+        return self._more[masks > 0].factor
 
     def alone(self, rows: int) -> float:
         """Return the seconds of a forward of so many rows that feeds nothing."""
-        return self._times.seconds(rows, rows) * self._alone
+        return self._seconds(rows, rows) * self._alone
 
     def all(self, rows: int, columns: int, masks: int = 0) -> float:
         """Return the seconds of a forward with so many columns in all, and masks among them."""
-        more = self._times.seconds(rows, columns, masks) - self._times.seconds(rows, rows)
-        return self.alone(rows) + self.slope * more
+        more = self._seconds(rows, columns, masks) - self._seconds(rows, rows)
+        return self.alone(rows) + self.slope(masks) * more
 
     def note(self, rows: int, columns: int, masks: int, seconds: float) -> None:
         """Take in how long a forward took."""
-        table = self._times.seconds(rows, rows)
+        table = self._seconds(rows, rows)
         if columns == rows:
             change = seconds / table - self._alone
             # Something else on the machine makes forwards longer, nothing makes them shorter.
@@ -298,8 +320,23 @@ class _Clock:
             self._alone += weight * change
             self.is_set = True
             return
-        more = self._times.seconds(rows, columns, masks) - table
+        more = self._seconds(rows, columns, masks) - table
         self._alone *= 1 + 0.02 * (seconds / self.all(rows, columns, masks) - 1)
+        self._more[masks > 0].note(seconds - self.alone(rows), more)
+
+
+@dataclass(slots=True)
+class _Correction:
+    """Seconds that something took against those that were expected; both fade."""
+
+    measured: float = _TRUST_IN_TABLE
+    expected: float = _TRUST_IN_TABLE
+
+    @property
+    def factor(self) -> float:
+        return min(4.0, max(0.25, self.measured / self.expected))
+
+    def note(self, measured: float, expected: float) -> None:
         faded = 1 - _FADING
-        self._measured += seconds - self.alone(rows) + faded * (_TRUST_IN_TABLE - self._measured)
-        self._expected += more + faded * (_TRUST_IN_TABLE - self._expected)
+        self.measured += measured + faded * (_TRUST_IN_TABLE - self.measured)
+        self.expected += expected + faded * (_TRUST_IN_TABLE - self.expected)

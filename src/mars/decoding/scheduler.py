@@ -55,6 +55,7 @@ class Scheduler:
         mask_token_id: int | None = None,
         prefill_chunk: int = 512,
         prefill_tokens: int | None = None,
+        all_known: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare for `max_rows` rows of at most `max_positions` tokens each.
@@ -67,6 +68,7 @@ class Scheduler:
             prefill_chunk: longest stretch of a prompt that one forward reads.
             prefill_tokens: most columns, padding included, that prompts take between two steps of
                 the running rows; None: no limit.
+            all_known: nobody is added after the first step.
             clock: seconds since some moment; deadlines are its times.
         """
         self._new_runner = partial(
@@ -82,6 +84,7 @@ class Scheduler:
         self._mask_token_id = mask_token_id
         self._prefill_chunk = prefill_chunk
         self._prefill_tokens = math.inf if prefill_tokens is None else prefill_tokens
+        self._all_known = all_known
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
         self._rows: list[Row] = []
@@ -248,12 +251,15 @@ class Scheduler:
         `new` of them have just come: their prompts are read in this forward.
         """
         are_planned = [row.progress.is_planned_together for row in rows]
+        if self._planner is not None:
+            self._planner.welcome(new)
+            self._planner.is_closing = self._all_known and not self._waiting
         if not any(are_planned):
             return [None] * len(rows)
         if self._planner is None:
             times = step_times(self._runner.model, self._max_rows, decide_made_up)
             self._planner = Planner(times, has_padding=self._runner.has_padding)
-        if self._planner.is_pausing(new):
+        if self._planner.is_pausing():
             return [NOTHING if planned else None for planned in are_planned]
         pairs = zip(rows, are_planned, strict=True)
         return [row.candidate() if planned else None for row, planned in pairs]

@@ -8,6 +8,7 @@ Slots may go in units, inside of which the numbers lie as a kernel wants them; h
 as a whole.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class SlotCache(ExternalCache):
         self.unit = 1
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._stretches: list[tuple[torch.Tensor, torch.Tensor]] = []  # of some layers each
+        # Of some layers each: (layers, S, heads, L, width), and the memory, (layers, numbers).
+        self._stretches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare(self, rows: slice, slots: torch.Tensor, num_visible: int) -> None:
         """Say where the next forward writes and how far it reads.
@@ -64,7 +67,7 @@ class SlotCache(ExternalCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store (B, heads, T, width) keys and values; return all the visible ones."""
         if layer_idx == len(self.keys):
-            self._add(self._new(key_states, 1), self._new(value_states, 1))
+            self._add_new(key_states, 1)
         return (
             self._write(self.keys[layer_idx], key_states),
             self._write(self.values[layer_idx], value_states),
@@ -90,7 +93,29 @@ class SlotCache(ExternalCache):
         together = max(1, -(-_STRETCH_BYTES // layer_bytes))
         for start in range(0, num_layers, together):
             count = min(together, num_layers - start)
-            self._add(self._new(like, count), self._new(like, count))
+            self._add_new(like, count)
+
+    def adopt(self, used: "SlotCache", num_slots: int) -> bool:
+        """Take the memory of a cache that nobody needs, laid out anew for this one's rows.
+
+        Memory that was touched before costs much less than new one. Only before `allocate`, for the
+        same model; the other one must not be used again.
+
+        Returns:
+            Whether it is enough for positions below `num_slots`; if not, nothing has changed.
+        """
+        assert not self.keys
+        if not used.keys:
+            return False
+        _, heads, _, size = used.keys[0].shape
+        shape = self.num_rows, heads, -(-(num_slots + 1) // used.unit), size
+        if math.prod(shape) > used._memory[0][0].shape[1]:
+            return False
+        self.unit, self.num_slots = used.unit, num_slots
+        for pair in used._memory:
+            self._memory.append(pair)
+            self._add(*(x[:, : math.prod(shape)].unflatten(1, shape).zero_() for x in pair))
+        return True
 
     def reserve(self, num_slots: int) -> None:
         """Make room for positions below `num_slots`, some layers at a time: few exist twice."""
@@ -98,11 +123,11 @@ class SlotCache(ExternalCache):
             return
         old, self.num_slots = self._num_units(self.num_slots), num_slots
         before, self.keys, self.values, self._stretches = self._stretches, [], [], []
+        self._memory.clear()
         while before:
-            grown = [self._new(stretch[0], len(stretch)) for stretch in before[0]]
-            for new, stretch in zip(grown, before.pop(0), strict=True):
+            self._add_new(before[0][0][0], len(before[0][0]))
+            for new, stretch in zip(self._stretches[-1], before.pop(0), strict=True):
                 new[..., :old, :] = stretch[..., :old, :]
-            self._add(*grown)
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of a row over another row."""
@@ -121,6 +146,11 @@ class SlotCache(ExternalCache):
         want_large_pages(made)
         # Zeros, not garbage: attention gives invisible slots weight 0, and 0 * nan is nan.
         return made.zero_()
+
+    def _add_new(self, like: torch.Tensor, count: int) -> None:
+        keys, values = self._new(like, count), self._new(like, count)
+        self._memory.append((keys.flatten(1), values.flatten(1)))
+        self._add(keys, values)
 
     def _add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append layers: (layers, S, heads, L, width) each."""

@@ -8,6 +8,7 @@ Shapes: N columns of all rows, without padding; O of them with outputs; D width,
 
 import ctypes
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -94,6 +95,7 @@ class FusedDecoder:
     Attributes:
         cache_unit: how the cache must be laid out, for `SlotCache.allocate`.
         spent: `array("q", [0] * len(PHASES))` to have nanoseconds per phase added to it, or None.
+        spare: the cache that was the last to be given up; the next one may take its memory.
     """
 
     @classmethod
@@ -134,6 +136,7 @@ class FusedDecoder:
         self._sample = PackedSample(_linears_of(model, adapter))
         self._state = _state(model, adapter)
         self.spent: array[int] | None = None
+        self.spare: deque[SlotCache] = deque(maxlen=1)
 
     def is_for(self, state: Sequence[int], max_positions: int) -> bool:
         """Whether it serves a model in this state (`_state`), for positions below the given one."""

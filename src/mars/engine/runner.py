@@ -3,8 +3,9 @@
 Shapes: B rows of this call, C real output columns, M mask columns, V vocabulary.
 """
 
+import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,6 +97,9 @@ class Runner:
         self._decoder = FusedDecoder.of(model, max_positions)
         adapter = attached_adapter(model)
         adapters = () if adapter is None else (adapter,)
+        if self._decoder is not None:
+            # Whoever comes next is spared memory that nobody has touched, which costs much more.
+            weakref.finalize(self, self._decoder.spare.append, self.cache)
         self._linears = nullcontext() if self._decoder else PackedLinears(model, *adapters)
 
     @property
@@ -240,6 +244,9 @@ class Runner:
             max_positions=self._max_positions,
             has_outputs=has_outputs,
         )
+        if not self.cache.keys:
+            with suppress(IndexError):  # there is none
+                self.cache.adopt(decoder.spare.pop(), max(columns.num_slots, self._most_slots))
         self._reserve(columns.num_slots)
         self.cache.allocate(
             decoder.num_layers,

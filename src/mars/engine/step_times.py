@@ -29,7 +29,7 @@ _TILES = (16, 32, 64, 128, 256)  # ... and as many columns, where times jump, an
 _MOST_DRAFTS = 31  # of a row
 _CONTEXT = 256  # tokens in the cache; what is in them takes no part
 _WINDOW = 4  # masks of a row, for models that tell no other number
-_REPEATS, _FEW_REPEATS = 5, 3
+_REPEATS, _FEW_REPEATS = 8, 3
 _BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
 _FORMAT = 3
 
