@@ -5,7 +5,6 @@ import sys
 from mars import generate, load
 
 checkpoint = load(sys.argv[1] if len(sys.argv) > 1 else None)
-mode = "threshold" if checkpoint.mars else "ar"
-result = generate(checkpoint, "Why is the sky blue?", mode=mode, max_new_tokens=64)
+result = generate(checkpoint, "Why is the sky blue?", max_new_tokens=64)
 print(result.text)
 print(f"{result.tokens_per_forward:.2f} tokens per forward, {result.finish_reason}")

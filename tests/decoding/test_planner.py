@@ -130,15 +130,22 @@ def test_masks_are_worth_less_where_the_text_repeats_itself() -> None:
     assert forecast.worth(0) < 0.2 * before
 
 
-def test_a_row_without_masks_gets_some_now_and_then() -> None:
-    forecast = Forecast(survival=[0.01] * 4)
-    planner = ready(times(1.0, 0.02))
-    assert planner.plan([candidate(forecast=forecast)]) == [RowPlan()]
-    for _ in range(_PROBE_EVERY):
-        forecast.learn([], 0, [])
-    assert planner.plan([candidate(forecast=forecast)])[0].num_masks > 0
-    forecast.learn([], 0, [Draft(1, 0.5)])
-    assert forecast.idle == 0
+def test_one_row_gets_masks_now_and_then_where_they_have_not_paid() -> None:
+    rows = [candidate(forecast=Forecast(survival=[0.01] * 4)) for _ in range(3)]
+    planner, probes = ready(times(1.0, 0.02)), []
+    for number in range(4 * _PROBE_EVERY):
+        plans = planner.plan(rows)
+        masks = [plan.num_masks for plan in plans]
+        if any(masks):
+            probes.append(number)
+            assert sorted(masks) == [0, 0, _FIRST_MASKS]
+        for row, plan in zip(rows, plans, strict=True):
+            row.forecast.learn([], 0, [Draft(1, 0.01)] if plan.num_masks else [])
+        planner.learn(plans, 3, 1.06 + 0.02 * sum(masks))
+    assert len(probes) == 3
+    for row in rows:
+        row.forecast.idle = 0
+    assert planner.plan(rows) == [RowPlan()] * 3
 
 
 def test_only_so_many_drafts_are_fed_as_the_next_jump_in_time_allows() -> None:

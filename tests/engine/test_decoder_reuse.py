@@ -137,3 +137,25 @@ def test_pages_of_a_weight_file_are_given_back(is_tied: bool, tmp_path: Path) ->
     assert torch.equal(logits, logits_of(copy.deepcopy(model)))
     for loaded, own in zip(model.parameters(), saved.parameters(), strict=True):
         assert torch.equal(loaded, own)
+
+
+def test_the_next_run_takes_over_the_memory_of_the_cache() -> None:
+    model = bf16_model()
+    runner = Runner(model, num_rows=2, max_positions=64)
+    for _ in range(2):
+        runner.add_row()
+    tokens = [tokens_of(row, 9) for row in range(2)]
+    expected = runner.forward(0, tokens, [RowPlan()] * 2)[0].clone()
+    for tensor in runner.cache.keys + runner.cache.values:
+        tensor.fill_(float("nan"))
+    addresses = [tensor.data_ptr() for tensor in runner.cache.keys]
+    beside = Runner(model, num_rows=2, max_positions=64)
+    beside.add_row()
+    beside.forward(0, tokens[:1], [RowPlan()])
+    assert beside.cache.keys[0].data_ptr() != addresses[0], "it is still in use"
+    del runner
+    again = Runner(model, num_rows=2, max_positions=64)
+    for _ in range(2):
+        again.add_row()
+    assert torch.equal(again.forward(0, tokens, [RowPlan()] * 2)[0], expected)
+    assert [tensor.data_ptr() for tensor in again.cache.keys] == addresses

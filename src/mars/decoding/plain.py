@@ -81,11 +81,12 @@ def _decide_plain(
 ) -> list[Decision] | None:
     """Decide all rows as if they were plain."""
     fed = [_outputs_of(row, plan) for row, plan in zip(rows, plans, strict=True)]
+    has_masks = any(outputs.num_masks)
     decided = decide_rows(
         outputs.logits_OV,
         outputs.hidden_OD,
         fed,
-        correction=correction(model, outputs.hidden_OD),
+        correction=correction(model, outputs.hidden_OD) if has_masks else None,
         forbidden=mask_token_id,
     )
     if decided is None:

@@ -11,6 +11,7 @@ tokens. Then
 What is chosen changes the speed only: the text is that of `ar`, whatever is fed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from mars.decoding.forecast import Forecast, survivals
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
 _FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was right
-_PROBE_EVERY = 64  # forwards after which a row without masks gets some, to see whether they pay
+_PROBE_EVERY = 64  # forwards without masks after which a row gets some, to see whether they pay
 _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what is fed
 # What drafts have saved, less what they have cost, is an account in forwards that feed nothing. It
 # may be overdrawn by so many; what is put aside for every forward, and for every new row, pays for
@@ -82,8 +83,6 @@ def choose(row: Candidate, price: float) -> Choice:
     most = row.window if forecast.is_proven else min(row.window, _FIRST_MASKS)
     while len(worth) < most and (value := forecast.worth(len(worth))) > 2 * price:
         worth.append(value - price)
-    if not worth and forecast.idle >= _PROBE_EVERY and price < 0.5:
-        worth = [2 * price] * most
     if not worth:
         return plain
     room = (MOST_COLUMNS - 1 - len(kept)) // len(worth)
@@ -192,6 +191,7 @@ class Planner:
         self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
         self._extra = 8.0  # columns of a row beyond its last token, lately
         self._fed = 0  # forwards in a row that fed something
+        self._unprobed = 0  # forwards without masks
         self._account = 0.0
         self._is_resting = False
         self.is_closing = False
@@ -223,9 +223,22 @@ class Planner:
         price = rate * self._slope(count, count + sum(map(_length, fixed)))
         ways = _choose_drafts(rows, cost), [choose(row, price) for row in rows]
         best = max(ways, key=cost.profit)
-        if cost.profit(best) > 0:
-            return [choice.plan for choice in best]
-        return [RowPlan()] * len(rows)
+        plans = [c.plan for c in best] if cost.profit(best) > 0 else [RowPlan()] * len(rows)
+        return self._probe(rows, plans)
+
+    def _probe(self, rows: Sequence[Candidate], plans: list[RowPlan]) -> list[RowPlan]:
+        """Give the row that has had no masks for longest some now and then."""
+        self._unprobed = 0 if any(plan.num_masks for plan in plans) else self._unprobed + 1
+        if self._unprobed < _PROBE_EVERY:
+            return plans
+        index = max(range(len(rows)), key=lambda i: rows[i].forecast.idle)
+        row, drafts = rows[index], plans[index].drafts
+        window = min(row.window, _FIRST_MASKS, row.budget - len(drafts) - 2)
+        if row.forecast.idle < _PROBE_EVERY or window < 1:
+            return plans
+        self._unprobed = 0
+        plans[index] = RowPlan(drafts, (len(drafts),), window)
+        return plans
 
     def learn(
         self,
@@ -261,13 +274,13 @@ class Planner:
 
         Where nobody follows, a row that ends early takes only what it adds itself out of the
         forwards to come. The rest of them is saved as far as the slowest row gains: of n alike that
-        is about n^-0.4 of the mean.
+        is about 1 / sqrt(n) of the mean.
         """
         if not self.is_closing or rows == 1:
             return 1.0
         alone = self._seconds(rows, rows)
         own = min(1.0, (alone - self._seconds(1, 1)) / (rows - 1) * rows / alone)
-        return own + (1 - own) * rows**-0.4
+        return own + (1 - own) / math.sqrt(rows)
 
     def _columns(self, plans: Sequence[RowPlan]) -> int:
         lengths = [_length(plan) for plan in plans]

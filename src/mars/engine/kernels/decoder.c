@@ -83,6 +83,7 @@ struct shared {
     bf16 *inner;      /* threads x ALIKE x N x rank; zeros for real columns */
     uint8_t *visible; /* N x visible_stride */
     int64_t *columns; /* of every row, one row after another */
+    int64_t *taken;   /* attention tasks, for every block */
     int64_t visible_stride, num_real, num_masks;
     int64_t rank; /* filled up; 0: no masks, or no layer has LoRA */
 };
@@ -189,11 +190,13 @@ static void place_heads(const struct decoder *m, const struct step *s, struct sh
     }
 }
 
-/* The attention tasks of one thread: every so many-th of all. */
+static int64_t take(int64_t *number) { return __atomic_fetch_add(number, 1, __ATOMIC_RELAXED); }
+
+/* Attention tasks for one thread, until all are taken: rows are not equally long. */
 static void attend_share(const struct decoder *m, const struct step *s, struct shared *h,
-                         int64_t layer, int64_t thread, int64_t threads) {
+                         int64_t layer, int64_t threads) {
     const int64_t width = m->head_width, cached = s->cache_slots * width;
-    int64_t task = 0;
+    int64_t task = 0, mine = take(h->taken + layer);
     const int64_t *columns = h->columns;
     for (int64_t r = 0; r < s->rows; r++) {
         const int64_t num = s->real_start[r + 1] - s->real_start[r] + s->mask_start[r + 1] -
@@ -215,7 +218,8 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
         const int64_t from = (s->first_row + r) * m->kv_heads * cached;
         const int64_t parts = (queries + length - 1) / length;
         for (int64_t i = 0; i < m->kv_heads * parts; i++, task++) {
-            if (task % threads != thread) continue;
+            if (task != mine) continue;
+            mine = take(h->taken + layer);
             const int64_t g = i / parts, first = i % parts * length;
             const int64_t next = (i % parts + threads) / parts; /* if all rows have as many parts */
             const int exists = r * m->kv_heads + g + next < s->rows * m->kv_heads;
@@ -285,7 +289,7 @@ static int64_t run_block(const struct decoder *m, const struct step *s, struct s
     WAIT_AFTER(LINEAR)
     place_heads(m, s, h, row_of, layer, begin, end);
     WAIT_AFTER(OTHER)
-    attend_share(m, s, h, layer, thread, threads);
+    attend_share(m, s, h, layer, threads);
     WAIT_AFTER(ATTENTION)
     add_layer(m, s, h, b, ATTENTION_OUTPUT, h->attended, m->heads * m->head_width, thread, threads);
     WAIT_AFTER(LINEAR)
@@ -333,7 +337,7 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
         columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
         columns * queries, columns * wide, columns * wide, columns * m->width,
         columns * h->visible_stride / 2, columns * 4, columns * 4, s->threads * ALIKE * columns * rank,
-        2 * PIECES * ALIKE * rank * h->num_masks,
+        2 * PIECES * ALIKE * rank * h->num_masks, m->num_blocks * 4,
     };
     enum { PARTS = sizeof sizes / sizeof *sizes };
     bf16 *parts[PARTS];
@@ -349,7 +353,9 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     h->columns = (int64_t *)parts[10];
     int64_t *row_of = (int64_t *)parts[11];
     h->inner = parts[12], h->sums = (float *)parts[13];
+    h->taken = (int64_t *)parts[14];
     memset(h->inner, 0, sizes[12] * sizeof *memory);
+    memset(h->taken, 0, m->num_blocks * sizeof *h->taken);
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
         const int64_t start = i;
