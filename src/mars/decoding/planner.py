@@ -25,10 +25,10 @@ _FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was ri
 _PROBE_EVERY = 64  # forwards without masks after which a row gets some, to see whether they pay
 _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what is fed
 # What drafts have saved, less what they have cost, is an account in forwards that feed nothing. It
-# may be overdrawn by so many; what is put aside for every forward, and for every new row, pays for
-# trying again. More than the most is forgotten.
-_CREDIT, _MOST = 1.2, 30.0
-_ALLOWANCE, _NEW_ROW = 0.006, 0.5
+# may be overdrawn by so many. What is put aside of every forward, and where all rows are new, pays
+# for trying again, once there is enough for a try. More than the most is forgotten.
+_CREDIT, _MOST = 1.5, 30.0
+_TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
 _CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
 _FADING = 0.97  # of times measured, per forward
 _TRUST_IN_TABLE = 0.01  # seconds of forwards, which the table is thought to have told right
@@ -196,9 +196,9 @@ class Planner:
         self._is_resting = False
         self.is_closing = False
 
-    def welcome(self, rows: int) -> None:
-        """Take in that so many rows are new: their drafts may be worth more."""
-        self._account = min(_MOST, self._account + _NEW_ROW * rows)
+    def welcome(self, share: float) -> None:
+        """Take in that such a share of the rows is new: their drafts may be worth more."""
+        self._account = min(_MOST, self._account + _NEW * share)
 
     def is_pausing(self) -> bool:
         """Whether the next forward feeds nothing: asking rows takes time, too.
@@ -208,7 +208,7 @@ class Planner:
         """
         if self._account < -_CREDIT:
             self._is_resting = True
-        elif self._account > 1 - _CREDIT:
+        elif self._account > _TRY - _CREDIT:
             self._is_resting = False
         return self._is_resting
 

@@ -221,10 +221,13 @@ class Scheduler:
 
     def _decide(self, first: int, count: int) -> list[Event]:
         """Step `count` rows from `first` on."""
-        started = time.perf_counter()
         rows = self._rows[first : first + count]
         progress = [row.progress for row in rows]
         new = sum(self._num_unread(number) > 1 for number in range(first, first + count))
+        if self._planner is None and any(row.is_planned_together for row in progress):
+            times = step_times(self._runner.model, self._max_rows, decide_made_up)
+            self._planner = Planner(times, has_padding=self._runner.has_padding)
+        started = time.perf_counter()
         candidates = self._candidates_of(rows, new)
         plans = self._plan(progress, candidates)
         planned = time.perf_counter()
@@ -251,14 +254,12 @@ class Scheduler:
         `new` of them have just come: their prompts are read in this forward.
         """
         are_planned = [row.progress.is_planned_together for row in rows]
-        if self._planner is not None:
-            self._planner.welcome(new)
-            self._planner.is_closing = self._all_known and not self._waiting
+        if self._planner is None:
+            return [None] * len(rows)
+        self._planner.welcome(new / len(rows))
+        self._planner.is_closing = self._all_known and not self._waiting
         if not any(are_planned):
             return [None] * len(rows)
-        if self._planner is None:
-            times = step_times(self._runner.model, self._max_rows, decide_made_up)
-            self._planner = Planner(times, has_padding=self._runner.has_padding)
         if self._planner.is_pausing():
             return [NOTHING if planned else None for planned in are_planned]
         pairs = zip(rows, are_planned, strict=True)
