@@ -279,7 +279,8 @@ class Planner:
         if not self.is_closing or rows == 1:
             return 1.0
         alone = self._seconds(rows, rows)
-        own = min(1.0, (alone - self._seconds(1, 1)) / (rows - 1) * rows / alone)
+        own = (alone - self._seconds(1, 1)) / (rows - 1) * rows / alone
+        own = min(1.0, max(0.0, own))
         return own + (1 - own) / math.sqrt(rows)
 
     def _columns(self, plans: Sequence[RowPlan]) -> int:
