@@ -30,6 +30,7 @@ _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what
 _CREDIT, _MOST = 1.5, 30.0
 _TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
 _CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
+_STALL = 1.3  # what takes so many times as long as expected is another process's doing
 _FADING = 0.97  # of times measured, per forward
 _TRUST_IN_TABLE = 0.01  # seconds of forwards, which the table is thought to have told right
 
@@ -263,7 +264,7 @@ class Planner:
             saved -= planning / alone
             if columns > count:
                 saved += (committed / count - 1) * self._worth(count)
-                saved -= min(seconds, 1.3 * expected) / alone - 1
+                saved -= min(seconds, _STALL * expected) / alone - 1
         self._account = min(_MOST, self._account + saved)
         speedup = committed / count * alone / self._clock.all(count, columns, masks)
         self._speedup += 0.1 * (speedup - self._speedup)
@@ -328,10 +329,11 @@ class _Clock:
         """Take in how long a forward took."""
         table = self._seconds(rows, rows)
         if columns == rows:
-            change = seconds / table - self._alone
-            # Something else on the machine makes forwards longer, nothing makes them shorter.
-            weight = 1.0 if not self.is_set else 0.5 if change < 0 else 0.1
-            self._alone += weight * change
+            # Cut as for the account: what is dear on a busy machine is dear for both.
+            now = seconds / table
+            if self.is_set:
+                now = self._alone + 0.25 * (min(now, _STALL * self._alone) - self._alone)
+            self._alone = now
             self.is_set = True
             return
         more = self._seconds(rows, columns, masks) - table
