@@ -138,10 +138,16 @@ class _Cost:
         return sum(choice.gain for choice in choices) - _LEAST_RETURN * cost
 
     def _seconds(self, columns: int, masks: int, longest: int) -> float:
-        columns += self._base
+        longest = max(longest, self._longest)
+        all_columns = self._base + columns
         if self._has_padding:
-            columns = self._rows * (1 + max(longest, self._longest))
-        return self._clock.all(self._rows, columns, self._masks + masks)
+            all_columns = _padded(self._rows, longest)
+        return self._clock.all(self._rows, all_columns, self._masks + masks)
+
+
+def _padded(rows: int, longest: int) -> int:
+    """Return the columns of rows that are all as long as the longest."""
+    return rows * (1 + longest)
 
 
 def _length(plan: RowPlan) -> int:
@@ -286,8 +292,8 @@ class Planner:
 
     def _columns(self, plans: Sequence[RowPlan]) -> int:
         lengths = [_length(plan) for plan in plans]
-        more = len(plans) * max(lengths) if self._has_padding else sum(lengths)
-        return len(plans) + more
+        rows = len(plans)
+        return _padded(rows, max(lengths)) if self._has_padding else rows + sum(lengths)
 
     def _slope(self, rows: int, columns: int) -> float:
         """Return the seconds of one more column, about where the last forwards were."""

@@ -30,6 +30,7 @@ _MOST_DRAFTS = 31  # of a row
 _CONTEXT = 256  # tokens in the cache; what is in them takes no part
 _WINDOW = 4  # masks of a row, for models that tell no other number
 _REPEATS, _FEW_REPEATS = 8, 3
+_LONG = 0.15  # seconds, after which the fewer repeats are enough
 _BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
 _FORMAT = 3
 
@@ -119,7 +120,7 @@ def step_times(
 
     Decisions are part of a step, and on a GPU they are what waits for the forward.
 
-    A row count takes about half a second on a small model; the file is found again by model shape,
+    A row count takes a second or two on a small model; the file is found again by model shape,
     adapter, dtype, device, threads, kernels and torch version. A folder that cannot be written
     costs the measurement each time.
 
@@ -179,8 +180,10 @@ class _Stopwatch:
             RowPlan((1,) * count, (0,) if window else (), window)
             for count, window in zip(_spread(drafts, rows), _spread(masks, rows), strict=True)
         ]
-        best = math.inf
-        for _ in range(self._repeats):
+        best, begun = math.inf, time.perf_counter()
+        for number in range(self._repeats):
+            if number >= _FEW_REPEATS and time.perf_counter() - begun > _LONG:
+                break
             # The last token is taken back: it runs again.
             self._runner.cached = [_CONTEXT - 1] * rows
             start = time.perf_counter()
