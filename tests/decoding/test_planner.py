@@ -12,6 +12,7 @@ from mars.decoding.planner import (
     _CHECK_EVERY,
     _CREDIT,
     _FIRST_MASKS,
+    _LONGEST_WAIT,
     _PROBE_EVERY,
     Candidate,
     Planner,
@@ -275,6 +276,29 @@ def test_planning_that_feeds_nothing_costs_too() -> None:
         asked += not pauses
         planner.learn([RowPlan()], 1, 2.0, planning=0.0 if pauses else 0.1)
     assert 0.1 * asked / 2.0 <= _CREDIT + 1000 * _ALLOWANCE + 0.1
+
+
+def test_rows_that_have_nothing_to_feed_are_asked_less_often() -> None:
+    planner, asked = ready(DEAR), []
+    for number in range(60):
+        if number == 40:
+            planner.welcome(0.1)
+        if not planner.is_pausing():
+            asked.append(number)
+            assert planner.plan([candidate(0.1, window=0)]) == [RowPlan()]
+        planner.learn([RowPlan()], 1, 2.0)
+    assert asked[:4] == [0, 1, 3, 7]
+    assert asked[3:7] == list(range(7, 40, _LONGEST_WAIT))[:4]
+    assert asked[asked.index(40) :][:3] == [40, 41, 43]
+
+
+def test_rows_are_asked_every_time_where_drafts_have_paid() -> None:
+    planner = ready(times(1.0, 0.05))
+    planner.learn([RowPlan((1, 1))], 3, 1.15)
+    for _ in range(20):
+        assert not planner.is_pausing()
+        planner.plan([candidate(0.01, window=0)])
+        planner.learn([RowPlan()], 1, 1.05)
 
 
 def test_rows_with_plans_of_their_own_do_not_keep_it_from_starting() -> None:

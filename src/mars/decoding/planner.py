@@ -29,6 +29,9 @@ _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what
 # for trying again, once there is enough for a try. More than the most is forgotten.
 _CREDIT, _MOST = 1.5, 30.0
 _TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
+# Forwards till rows are asked again that had nothing to feed several times: 1, 2, 4, at most ...
+# Where drafts have saved so many forwards, they are asked every time.
+_LONGEST_WAIT, _AT_EASE = 8, 1.0
 _CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
 _STALL = 1.3  # what takes so many times as long as expected is another process's doing
 _FADING = 0.97  # of times measured, per forward
@@ -201,18 +204,25 @@ class Planner:
         self._unprobed = 0  # forwards without masks
         self._account = 0.0
         self._is_resting = False
+        self._in_vain = 0  # times in a row that rows were asked and nothing was fed
+        self._wait = 0  # forwards till they are asked again
         self.is_closing = False
 
     def welcome(self, share: float) -> None:
         """Take in that such a share of the rows is new: their drafts may be worth more."""
         self._account = min(_MOST, self._account + _NEW * share)
+        if share > 0:
+            self._in_vain = self._wait = 0
 
     def is_pausing(self) -> bool:
         """Whether the next forward feeds nothing: asking rows takes time, too.
 
         Where drafts have cost more than they have saved, it rests until enough is put aside for
-        another try.
+        another try. Where there was nothing to feed, it asks less and less often.
         """
+        if self._wait and self._account < _AT_EASE:
+            self._wait -= 1
+            return True
         if self._account < -_CREDIT:
             self._is_resting = True
         elif self._account > _TRY - _CREDIT:
@@ -231,19 +241,20 @@ class Planner:
         ways = _choose_drafts(rows, cost), [choose(row, price) for row in rows]
         best = max(ways, key=cost.profit)
         plans = [c.plan for c in best] if cost.profit(best) > 0 else [RowPlan()] * len(rows)
-        return self._probe(rows, plans)
+        plans = self._probe(rows, plans)
+        self._in_vain = 0 if any(map(_length, plans)) else self._in_vain + 1
+        self._wait = min(_LONGEST_WAIT, 1 << self._in_vain >> 1) - 1 if self._in_vain else 0
+        return plans
 
     def _probe(self, rows: Sequence[Candidate], plans: list[RowPlan]) -> list[RowPlan]:
         """Give the row that has had no masks for longest some now and then."""
-        self._unprobed = 0 if any(plan.num_masks for plan in plans) else self._unprobed + 1
-        if self._unprobed < _PROBE_EVERY:
+        if self._unprobed < _PROBE_EVERY or any(plan.num_masks for plan in plans):
             return plans
         index = max(range(len(rows)), key=lambda i: rows[i].forecast.idle)
         row, drafts = rows[index], plans[index].drafts
         window = min(row.window, _FIRST_MASKS, row.budget - len(drafts) - 2)
-        if row.forecast.idle < _PROBE_EVERY or window < 1:
+        if not row.forecast.idle or window < 1:
             return plans
-        self._unprobed = 0
         plans[index] = RowPlan(drafts, (len(drafts),), window)
         return plans
 
@@ -259,21 +270,22 @@ class Planner:
         `seconds` is None if it did more, such as reading a prompt; planning took time before.
         """
         count = len(plans)
-        columns, masks = self._columns(plans), sum(plan.num_masks for plan in plans)
         alone = self._clock.alone(count)
+        columns, masks, now, saved = count, 0, alone, _ALLOWANCE
+        if any(map(_length, plans)):
+            columns, masks = self._columns(plans), sum(plan.num_masks for plan in plans)
+            now = self._clock.all(count, columns, masks)
         self._fed = self._fed + 1 if columns > count else 0
-        saved = _ALLOWANCE
+        self._unprobed = 0 if masks else self._unprobed + 1
         if seconds is not None:
-            expected = self._clock.all(count, columns, masks)
-            # What takes much longer than it should is another process's doing.
-            self._clock.note(count, columns, masks, min(seconds, 2 * expected))
             saved -= planning / alone
             if columns > count:
                 saved += (committed / count - 1) * self._worth(count)
-                saved -= min(seconds, _STALL * expected) / alone - 1
+                saved -= min(seconds, _STALL * now) / alone - 1
+            # What takes much longer than it should is another process's doing.
+            self._clock.note(count, columns, masks, min(seconds, 2 * now))
         self._account = min(_MOST, self._account + saved)
-        speedup = committed / count * alone / self._clock.all(count, columns, masks)
-        self._speedup += 0.1 * (speedup - self._speedup)
+        self._speedup += 0.1 * (committed / count * alone / now - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
 
     def _worth(self, rows: int) -> float:
