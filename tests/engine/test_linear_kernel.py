@@ -139,6 +139,21 @@ def test_threads_and_number_of_outputs_change_nothing(rows: int, outputs: int, i
 
 
 @needs_kernel
+def test_products_of_torch_in_between_change_nothing(path: None, threads: None) -> None:
+    """They use matrix tiles, too, in the same threads, and configure them as they need them."""
+    torch.manual_seed(0)
+    layer, other = make_layer(96, 64), torch.randn(64, 64, dtype=BF16)
+    inputs = [torch.randn(rows, 64, dtype=BF16) for rows in (1, 7, 16, 40, 70)]
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        expected = [apply(layer, x) for x in inputs]
+        for x, y in zip(inputs * 2, expected * 2, strict=True):
+            product = torch.matmul(other, other)
+            assert torch.equal(apply(layer, x), y)
+            assert torch.equal(torch.matmul(other, other), product)
+
+
+@needs_kernel
 @pytest.mark.usefixtures("path")
 def test_infinity_and_nan() -> None:
     layer = make_layer(3, 4)

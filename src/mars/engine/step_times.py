@@ -27,12 +27,13 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _EXTRA = (0, 1, 3, 7)  # drafts of all rows, from which times are known, ...
 _TILES = (16, 32, 64, 128, 256)  # ... and as many columns, where times jump, and one more
 _MOST_DRAFTS = 31  # of a row
-_CONTEXT = 256  # tokens in the cache; what is in them takes no part
+# Tokens in the cache; what is in them takes no part. More columns stay within a unit of 32 slots.
+_CONTEXT = 240
 _WINDOW = 4  # masks of a row, for models that tell no other number
 _REPEATS, _FEW_REPEATS = 8, 3
 _LONG = 0.15  # seconds, after which the fewer repeats are enough
 _BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
-_FORMAT = 3
+_FORMAT = 4
 
 Measure = Callable[[int, int, int], float]
 """(rows, drafts of all rows, masks of all rows) -> seconds of a forward."""

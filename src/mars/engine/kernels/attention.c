@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels.h"
+#include "tiles.h"
 
 enum { UNIT = 2 * LANES, TILE = 4, MAX_QUERIES = 64, MIN_QUERIES = 8 };
 enum { SMALL_CALL = 1 << 17 }; /* multiply-adds of a call that one thread does faster alone */
@@ -294,5 +294,6 @@ void mars_attention(const struct call *c, char *out, const char *query, const ch
         const int64_t pair = task / parts, first = task % parts * length, left = queries - first;
         attend(c, out, query, key, value, mask, NULL, pair / c->kv_heads, pair % c->kv_heads, first,
                left < length ? left : length);
+        release_tiles();
     }
 }

@@ -356,7 +356,6 @@ void attend_tiles(const struct call *c, bf16 *out, const bf16 *query, const bf16
         if (left > t.rows) attend_tile(1, &t, c, out, place, column_of, i, left);
         else attend_tile(0, &t, c, out, place, column_of, i, left);
     }
-    _tile_release();
     free(memory);
 }
 #endif

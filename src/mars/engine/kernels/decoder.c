@@ -18,6 +18,7 @@
 
 #include "barrier.h"
 #include "elementwise.h"
+#include "tiles.h"
 
 enum { QUERY, KEY, VALUE, ATTENTION_OUTPUT, GATE, UP, DOWN, NUM_LINEARS };
 
@@ -386,6 +387,7 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
         linear_blocks(m->head, NULL, s->hidden, m->width, s->logits, m->head->outputs, s->outputs, first,
                       last);
         WAIT_AFTER(HEAD)
+        release_tiles();
     }
     free(memory);
     return 0;

@@ -24,7 +24,7 @@
 enum { SMALL_CALL = 1 << 16 };  /* weights of a call that one thread does faster alone */
 enum { CHUNK_BYTES = 3 << 18 }; /* of x, to stay in the second-level cache ... */
 enum { GROUP_BYTES = 1 << 19 }; /* ... with these of the weights */
-enum { MANY = 64 };             /* rows: for more of them weights are expanded beforehand */
+enum { MANY = 64 };             /* rows: for more of them expanded weights are kept */
 
 /* The best path that compiler, processor and kernel allow; tiles need the kernel's permission. */
 int64_t mars_linear_path(int64_t may_use_tiles) {
@@ -120,21 +120,23 @@ static void run_vectors(const struct layer *l, const struct extra *e, const bf16
 #endif
 
 #ifdef HAS_TILES
+__thread int64_t mars_tile_rows;
+
 /* One block, from w on, for the rows of one tile, or of two (first and second may overlap: same
-   bits). */
+   bits). `all`: room for its numbers, if they are to be kept. */
 static inline __attribute__((always_inline)) void
 tile_block(int two, int fetch, int64_t form, const struct layer *l, const struct extra *e,
            const uint8_t *w, const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride,
-           int64_t block, int64_t first, int64_t second, int64_t num) {
+           int64_t block, int64_t first, int64_t second, int64_t num, bf16 *all) {
     float sum[2][TILE][BLOCK] __attribute__((aligned(64)));
     clear_sums(two);
     add_groups(two, fetch, form, w, x + first * stride, x + second * stride, stride,
-               round_up(l->inputs, BLOCK) / BLOCK);
+               round_up(l->inputs, BLOCK) / BLOCK, all);
     if (e)
         add_groups(two, 0, e->layer->form,
                    e->layer->weight + block * block_bytes(e->layer, e->layer->form),
                    e->x + first * e->stride, e->x + second * e->stride, e->stride,
-                   round_up(e->layer->inputs, BLOCK) / BLOCK);
+                   round_up(e->layer->inputs, BLOCK) / BLOCK, NULL);
     _tile_stored(0, sum[0], sizeof sum[0][0]);
     _tile_stored(1, sum[0][0] + TILE, sizeof sum[0][0]);
     if (two) _tile_stored(2, sum[1], sizeof sum[0][0]);
@@ -187,12 +189,13 @@ static int64_t tile_rows(int64_t rows) { return (rows + num_tiles(rows) - 1) / n
 /* One block for up to four tiles of rows. */
 static inline __attribute__((always_inline)) void
 some_rows(int fetch, int64_t form, const struct layer *l, const struct extra *e, const uint8_t *w,
-          const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride, int64_t block, int64_t rows) {
+          const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride, int64_t block, int64_t rows,
+          bf16 *all) {
     const int64_t tiles = num_tiles(rows), num = tile_rows(rows);
 #define ROWS x, stride, y, y_stride, block
-    if (tiles == 1) tile_block(0, fetch, form, l, e, w, ROWS, 0, 0, num);
+    if (tiles == 1) tile_block(0, fetch, form, l, e, w, ROWS, 0, 0, num, all);
     else if (tiles == 2 || form == DENSE)
-        tile_block(1, fetch, form, l, e, w, ROWS, 0, rows - num, num);
+        tile_block(1, fetch, form, l, e, w, ROWS, 0, rows - num, num, all);
     else if (tiles == 3) wide_block(0, form, l, e, w, ROWS, rows, num);
     else wide_block(1, form, l, e, w, ROWS, rows, num);
 }
@@ -202,16 +205,17 @@ static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *
     const int64_t padded = round_up(l->inputs, BLOCK);
     const int64_t new_stride = padded % 512 ? padded : padded + LINE;
     const int is_direct = padded == l->inputs && (rows <= 8 || stride % 512);
-    /* Expanding takes longer than the sums of two tiles of rows, and goes on beside those of four. */
-    const int is_ahead = l->form != DENSE && rows > MANY;
-    const int64_t at_once = l->form == DENSE || is_ahead ? 2 * TILE : 4 * TILE;
+    /* Expanding takes longer than the sums of two tiles of rows, and goes on beside those of four;
+       for more rows its numbers are kept. */
+    const int is_kept = l->form != DENSE && rows > MANY;
+    const int64_t at_once = l->form == DENSE || is_kept ? 2 * TILE : 4 * TILE;
     int64_t chunk = CHUNK_BYTES / (padded * sizeof *x) / at_once * at_once;
     if (chunk < at_once) chunk = at_once;
     /* A block stays in the first-level cache for all rows; but where rows of y are many and pages
        apart, writing a few blocks of each row at a time spares the table of pages. */
     int64_t group = GROUP_BYTES / (BLOCK * padded * sizeof *x);
     if (group < 1 || rows <= 128 || l->outputs < 8192) group = 1;
-    bf16 *numbers = is_ahead ? room(group * block_bytes(l, DENSE)) : NULL;
+    bf16 *numbers = is_kept ? room(group * block_bytes(l, DENSE)) : NULL;
     /* The numbers of x are in the caches of the threads that have made them: ask for all at once. */
     for (int64_t r = 0; is_direct && rows <= 2 * TILE && r < rows; r++)
         for (int64_t k = 0; k < padded; k += LINE)
@@ -224,7 +228,6 @@ static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *
         const int64_t parts = (size + at_once - 1) / at_once;
         for (int64_t b = block; b < end; b += group) {
             const int64_t next = b + group < end ? b + group : end;
-            if (numbers) expand_blocks(l, numbers, b, next);
             for (int64_t i = 0; i < parts; i++) {
                 const int64_t first = size * i / parts, num = size * (i + 1) / parts - first;
                 const bf16 *x0 = (copy ? copy : from) + first * step;
@@ -235,9 +238,10 @@ static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *
                 configure(tile_rows(num));
                 for (int64_t c = b; c < next; c++) {
                     const uint8_t *w = l->weight + c * block_bytes(l, l->form);
-                    if (numbers) w = (const uint8_t *)(numbers + (c - b) * padded * BLOCK);
-#define SOME_ROWS(fetch, form) some_rows(fetch, form, l, f, w, x0, step, y0, y_stride, c, num)
-                    if (numbers) SOME_ROWS(0, DENSE);
+                    bf16 *all = numbers ? numbers + (c - b) * padded * BLOCK : NULL;
+                    if (all && i) w = (const uint8_t *)all;
+#define SOME_ROWS(fetch, form) some_rows(fetch, form, l, f, w, x0, step, y0, y_stride, c, num, all)
+                    if (i && (all || l->form == DENSE)) SOME_ROWS(0, DENSE);
                     else if (l->form == DENSE) SOME_ROWS(1, DENSE);
                     else if (l->form == LEVELS_8) SOME_ROWS(1, LEVELS_8);
                     else if (l->form == LEVELS_4) SOME_ROWS(1, LEVELS_4);
@@ -248,7 +252,6 @@ static void run_tiles(const struct layer *l, const struct extra *e, const bf16 *
         free(copy);
     }
     free(numbers);
-    _tile_release();
 }
 #endif
 
@@ -297,6 +300,7 @@ void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, 
         const int64_t num = (end < rows ? end : rows) - first;
         linear_blocks(l, NULL, x + first * stride, stride, y + first * l->outputs, l->outputs, num,
                       blocks * j / parts, blocks * (j + 1) / parts);
+        release_tiles();
     }
 #else
     (void)l, (void)x, (void)stride, (void)y, (void)rows, (void)threads;

@@ -22,14 +22,13 @@ void linear_sums(const struct layer *l, const bf16 *x, int64_t stride, float *su
         float *other = sums + second * BLOCK;
         configure(num);
         clear_sums(second > 0);
-        if (second) add_groups(1, 1, l->form, w, x, x + second * stride, stride, end - group);
-        else add_groups(0, 1, l->form, w, x, x, stride, end - group);
+        if (second) add_groups(1, 1, l->form, w, x, x + second * stride, stride, end - group, NULL);
+        else add_groups(0, 1, l->form, w, x, x, stride, end - group, NULL);
         _tile_stored(0, sums, BLOCK * sizeof *sums);
         _tile_stored(1, sums + TILE, BLOCK * sizeof *sums);
         if (second) _tile_stored(2, other, BLOCK * sizeof *sums);
         if (second) _tile_stored(3, other + TILE, BLOCK * sizeof *sums);
         MEMORY_BARRIER;
-        _tile_release();
         free(copy);
         return;
     }

@@ -52,50 +52,59 @@ INLINE __m512 signed_bytes(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
-/* Expand half of a group's outputs; `apart`: numbers between vectors in `to`. */
-INLINE void expand_half(int64_t form, int half, bf16 *to, int64_t apart, const uint8_t *from) {
+/* Steps and bases of half of a group's outputs, for the first and last 8 of them. */
+struct scale {
+    __m512 step[2], base[2];
+};
+
+INLINE struct scale scale_of(int64_t form, int half, const uint8_t *group) {
     const __m512i first = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    if (form == LEVELS_8) {
-        const __m512 step = from_half(from + GROUP + half * BLOCK);
-        const __m512 step0 = _mm512_permutexvar_ps(first, step);
-        const __m512 step1 = _mm512_permutexvar_ps(last, step);
-        from += half * GROUP / 2;
+    struct scale s = {0};
+    if (form != LEVELS_4 && form != LEVELS_8) return s;
+    const uint8_t *steps = group + (form == LEVELS_4 ? GROUP / 2 : GROUP) + half * BLOCK;
+    const __m512 step = from_half(steps);
+    s.step[0] = _mm512_permutexvar_ps(first, step), s.step[1] = _mm512_permutexvar_ps(last, step);
+    if (form == LEVELS_8) return s;
+    const __m512 base = from_half(steps + 2 * BLOCK);
+    s.base[0] = _mm512_permutexvar_ps(first, base), s.base[1] = _mm512_permutexvar_ps(last, base);
+    return s;
+}
+
+/* Expand some pairs of half of a group's outputs: of 4 bits, all from one eight; `apart`: numbers
+   between vectors in `to`. */
+INLINE void expand_pairs(int64_t form, struct scale s, int half, int pair, int num, bf16 *to,
+                         int64_t apart, const uint8_t *from) {
+    const int wide = form == NARROW ? 1 : 2, pairs = form == SHORT ? 8 : 16;
+    const uint8_t *eight = from + half * GROUP / 4 + pair / 8 * 128;
+    __m512i a = _mm512_setzero_si512(), b = a;
+    if (form == LEVELS_4) a = _mm512_loadu_si512(eight), b = _mm512_loadu_si512(eight + 64);
+    to += pair * apart;
 #pragma GCC unroll 16
-        for (int pair = 0; pair < 16; pair++, from += BLOCK) {
-            const __m512 a = _mm512_mul_ps(signed_bytes(from), step0);
-            const __m512 b = _mm512_mul_ps(signed_bytes(from + 16), step1);
-            _mm512_store_si512(to + pair * apart, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-        }
-    } else if (form == LEVELS_4) {
-        const __m512 step = from_half(from + GROUP / 2 + half * BLOCK);
-        const __m512 step0 = _mm512_permutexvar_ps(first, step);
-        const __m512 step1 = _mm512_permutexvar_ps(last, step);
-        const __m512 base = from_half(from + GROUP / 2 + 2 * BLOCK + half * BLOCK);
-        const __m512 base0 = _mm512_permutexvar_ps(first, base);
-        const __m512 base1 = _mm512_permutexvar_ps(last, base);
-        from += half * GROUP / 4;
-#pragma GCC unroll 2
-        for (int eight = 0; eight < 2; eight++, from += 128) {
-            const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 64);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                const __m512 x = lowest(_mm512_srli_epi32(a, 4 * i));
-                const __m512 y = lowest(_mm512_srli_epi32(b, 4 * i));
-                const __m512bh numbers = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(y, step1, base1),
-                                                             _mm512_fmadd_ps(x, step0, base0));
-                _mm512_store_si512(to + (eight * 8 + i) * apart, (__m512i)numbers);
-            }
-        }
-    } else {
-        const int wide = form == NARROW ? 1 : 2, pairs = form == SHORT ? 8 : 16;
-        for (int pair = 0; pair < 16; pair++) {
-            __m512i numbers = _mm512_setzero_si512();
-            if (half < wide && pair < pairs)
-                numbers = _mm512_loadu_si512(from + (pair * wide + half) * 64);
-            _mm512_store_si512(to + pair * apart, numbers);
-        }
+    for (int i = 0; i < num; i++, to += apart) {
+        const uint8_t *bytes = from + half * GROUP / 2 + (pair + i) * BLOCK;
+        const int shift = 4 * ((pair + i) % 8);
+        __m512i numbers = _mm512_setzero_si512();
+        if (form == LEVELS_8) {
+            const __m512 x = _mm512_mul_ps(signed_bytes(bytes), s.step[0]);
+            const __m512 y = _mm512_mul_ps(signed_bytes(bytes + 16), s.step[1]);
+            numbers = (__m512i)_mm512_cvtne2ps_pbh(y, x);
+        } else if (form == LEVELS_4) {
+            const __m512 x = lowest(_mm512_srli_epi32(a, shift));
+            const __m512 y = lowest(_mm512_srli_epi32(b, shift));
+            numbers = (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(y, s.step[1], s.base[1]),
+                                                   _mm512_fmadd_ps(x, s.step[0], s.base[0]));
+        } else if (half < wide && pair + i < pairs)
+            numbers = _mm512_loadu_si512(from + ((pair + i) * wide + half) * 64);
+        _mm512_store_si512(to, numbers);
     }
+}
+
+/* Expand half of a group's outputs. */
+INLINE void expand_half(int64_t form, int half, bf16 *to, int64_t apart, const uint8_t *from) {
+    const struct scale s = scale_of(form, half, from);
+    expand_pairs(form, s, half, 0, 8, to, apart, from);
+    expand_pairs(form, s, half, 8, 8, to, apart, from);
 }
 
 /* A group in the dense form: where it lies, or expanded into `memory`, in lines. */

@@ -10,7 +10,7 @@
 #include "tiles.h"
 
 enum { AHEAD = 3 << 10 }; /* how far ahead of their use weights are fetched, in bytes */
-enum { RING = 8 };        /* groups of weights that are expanded one after another */
+enum { RING = 8, EARLY = 2 }; /* groups that are expanded one after another; so many before their use */
 
 INLINE bf16 *room(int64_t bytes) {
     bf16 *memory = aligned_alloc(64, round_up(bytes, 64));
@@ -38,16 +38,17 @@ static inline bf16 *copy_rows(const bf16 *x, int64_t stride, int64_t rows, int64
 enum { TILE = 16 }; /* rows of x, or outputs */
 
 /* Add products of some groups of inputs to the sums in the tiles 0 to 3. Weights that are fetched
-   come from memory, else from a near cache. */
+   come from memory, else from a near cache. Those that are not dense are expanded on the way, into
+   `all` if other rows need them, too. */
 static inline __attribute__((always_inline)) void
 add_groups(int two, int fetch, int64_t form, const uint8_t *w, const bf16 *x0, const bf16 *x1,
-           int64_t stride, int64_t groups) {
-    bf16 ring[RING][GROUP] __attribute__((aligned(64)));
+           int64_t stride, int64_t groups, bf16 *all) {
+    bf16 ring[RING * GROUP] __attribute__((aligned(64)));
     const int64_t bytes = group_bytes(form);
     for (int64_t g = 0; g < groups; g++, w += bytes, x0 += BLOCK, x1 += BLOCK) {
         for (int64_t i = 0; fetch && i < bytes; i += 64)
             _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
-        const bf16 *numbers = expanded(form, ring[g % RING], w);
+        const bf16 *numbers = expanded(form, all ? all + g * GROUP : ring + g % RING * GROUP, w);
         MEMORY_BARRIER;
         _tile_loadd(4, x0, stride * sizeof *x0);
         _tile_loadd(6, numbers, 2 * LINE * sizeof *numbers);
@@ -61,26 +62,40 @@ add_groups(int two, int fetch, int64_t form, const uint8_t *w, const bf16 *x0, c
 }
 
 /* The same for half of a block's outputs, which are not dense, and three or four tiles of rows, `num`
-   each, the last one from x + `last` on. */
+   each, the last one from x + `last` on. Later groups are expanded between the sums, so that the units
+   of both have work. */
 static inline __attribute__((always_inline)) void
 add_half_groups(int four, int fetch, int64_t form, int half, const uint8_t *w, const bf16 *x,
                 int64_t num, int64_t last, int64_t stride, int64_t groups) {
     bf16 ring[RING][GROUP / 2] __attribute__((aligned(64)));
     const int64_t bytes = group_bytes(form), step = stride * sizeof *x;
+    for (int64_t g = 0; g < EARLY && g < groups; g++)
+        expand_half(form, half, ring[g], LINE, w + g * bytes);
     for (int64_t g = 0; g < groups; g++, w += bytes, x += BLOCK) {
         for (int64_t i = 0; fetch && i < bytes; i += 64)
             _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
-        expand_half(form, half, ring[g % RING], LINE, w);
+        const int is_left = g + EARLY < groups;
+        const uint8_t *from = is_left ? w + EARLY * bytes : w;
+        bf16 *to = ring[(g + EARLY) % RING];
+        const struct scale scale = scale_of(form, half, from);
+#define EXPAND(pair) \
+        if (is_left) expand_pairs(form, scale, half, pair, 4, to, LINE, from); \
+        MEMORY_BARRIER;
         MEMORY_BARRIER;
         _tile_loadd(6, ring[g % RING], 2 * LINE);
         _tile_loadd(4, x, step);
         _tile_dpbf16ps(0, 4, 6);
+        EXPAND(0)
         _tile_loadd(5, x + num * stride, step);
         _tile_dpbf16ps(1, 5, 6);
+        EXPAND(4)
         _tile_loadd(4, x + (four ? 2 * num * stride : last), step);
         _tile_dpbf16ps(2, 4, 6);
+        EXPAND(8)
         if (four) _tile_loadd(5, x + last, step);
         if (four) _tile_dpbf16ps(3, 5, 6);
+        EXPAND(12)
+#undef EXPAND
     }
 }
 
