@@ -159,7 +159,7 @@ wide_block(int four, int64_t form, const struct layer *l, const struct extra *e,
     const int64_t last = rows - num;
     for (int half = 0; half < 2; half++) {
         clear_sums(1);
-        add_half_groups(four, !half, form, half, w, x, num, last * stride, stride,
+        add_half_groups(four, 1, form, half, w, x, num, last * stride, stride,
                         round_up(l->inputs, BLOCK) / BLOCK);
         if (e)
             add_half_groups(four, 0, e->layer->form, half,

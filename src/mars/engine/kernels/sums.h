@@ -72,8 +72,9 @@ add_half_groups(int four, int fetch, int64_t form, int half, const uint8_t *w, c
     for (int64_t g = 0; g < EARLY && g < groups; g++)
         expand_half(form, half, ring[g], LINE, w + g * bytes);
     for (int64_t g = 0; g < groups; g++, w += bytes, x += BLOCK) {
-        for (int64_t i = 0; fetch && i < bytes; i += 64)
-            _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
+        /* The next block, evenly over both halves: memory is busy all the time. */
+        const char *next = (const char *)w + groups * bytes + (half * groups - g) * bytes / 2;
+        for (int64_t i = 0; fetch && i < bytes / 2; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
         const int is_left = g + EARLY < groups;
         const uint8_t *from = is_left ? w + EARLY * bytes : w;
         bf16 *to = ring[(g + EARLY) % RING];
