@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from mars.decoding.plain import decide_made_up
-from mars.engine.step_times import Seconds, StepTimes, _Stopwatch, step_times
+from mars.engine.step_times import (
+    _FEW_REPEATS,
+    Seconds,
+    StepTimes,
+    _Stopwatch,
+    step_times,
+)
 from tests.conftest import make_model
 
 TABLE = {
@@ -116,8 +122,8 @@ def test_another_process_checks_the_table_once(machine: Machine) -> None:
     machine.times(model, 4)
     machine.start_process()
     assert machine.times(model, 8).seconds(4, 4) == 4
-    assert machine.calls[0] == (1, 0, 0)
-    assert {rows for rows, _, _ in machine.calls[1:]} == {8}
+    assert machine.calls[:_FEW_REPEATS] == [(1, 0, 0)] * _FEW_REPEATS
+    assert {rows for rows, _, _ in machine.calls[_FEW_REPEATS:]} == {8}
     machine.calls.clear()
     machine.times(model, 4)
     assert not machine.calls
@@ -137,7 +143,7 @@ def test_a_table_of_a_busy_hour_is_replaced(machine: Machine, tmp_path: Path) ->
     assert {rows: drafts["0"] for rows, (drafts, _) in table.items()} == {"1": 1, "2": 2}
     machine.start_process()
     machine.times(model, 2)
-    assert machine.calls == [(1, 0, 0)], "the new table stands"
+    assert machine.calls == [(1, 0, 0)] * _FEW_REPEATS, "the new table stands"
 
 
 @pytest.mark.parametrize("load", [0.75, 3.0])
@@ -149,7 +155,7 @@ def test_a_table_stays_in_a_busy_hour_and_if_it_is_about_right(
     machine.start_process()
     machine.load = load
     assert machine.times(model, 4).seconds(4, 4) == 4
-    assert machine.calls == [(1, 0, 0)]
+    assert machine.calls == [(1, 0, 0)] * _FEW_REPEATS
 
 
 def test_the_check_is_of_the_fewest_rows_there_are(machine: Machine, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ _WINDOW = 4  # masks of a row, for models that tell no other number
 _REPEATS, _FEW_REPEATS = 8, 3
 _LONG = 0.15  # seconds, after which the fewer repeats are enough
 _BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
-_FORMAT = 4
+_FORMAT = 5
 
 Measure = Callable[[int, int, int], float]
 """(rows, drafts of all rows, masks of all rows) -> seconds of a forward."""
@@ -132,9 +132,9 @@ def step_times(
     path = cache_folder() / "step-times" / f"{_key(model)}.json"
     known = _read(path)
     if known and path not in _trusted:
-        rows = min(known)
-        check = measure or _Stopwatch(model, decide, _FEW_REPEATS)
-        if check(rows, 0, 0) < _BUSY * known[rows].by_drafts[0]:
+        rows, check = min(known), measure or _Stopwatch(model, decide)
+        now = min(check(rows, 0, 0) for _ in range(_FEW_REPEATS))
+        if now < _BUSY * known[rows].by_drafts[0]:
             known = {}
     needed = [rows for rows in _ROWS if rows < max_rows]
     needed.append(next((rows for rows in _ROWS if rows >= max_rows), _ROWS[-1]))
@@ -142,14 +142,25 @@ def step_times(
     if missing:
         measure = measure or _Stopwatch(model, decide)
         for rows in missing:
-            most_masks = _window(model) * rows
-            known[rows] = Seconds(
-                {drafts: measure(rows, drafts, 0) for drafts in _numbers_of_drafts(rows)},
-                {masks: measure(rows, 0, masks) for masks in (1, rows, most_masks)},
-            )
+            known[rows] = _measure(rows, _window(model) * rows, measure)
         _write(path, known)
     _trusted.add(path)
     return StepTimes(known)
+
+
+def _measure(rows: int, most_masks: int, measure: Measure) -> Seconds:
+    """Time forwards of one number of rows, by turns: slow moments of the machine are for all."""
+    steps = [(drafts, 0) for drafts in _numbers_of_drafts(rows)]
+    steps += [(0, masks) for masks in (1, rows, most_masks)]
+    best = dict.fromkeys(steps, math.inf)
+    for number in range(_REPEATS):
+        for step, seconds in best.items():
+            if number < _FEW_REPEATS or number * seconds < _LONG:
+                best[step] = min(seconds, measure(rows, *step))
+    return Seconds(
+        {drafts: seconds for (drafts, masks), seconds in best.items() if not masks},
+        {masks: seconds for (_, masks), seconds in best.items() if masks},
+    )
 
 
 def _numbers_of_drafts(rows: int) -> list[int]:
@@ -164,10 +175,10 @@ def _window(model: PreTrainedModel) -> int:
 
 
 class _Stopwatch:
-    """Time steps of made-up rows."""
+    """Time a step of made-up rows."""
 
-    def __init__(self, model: PreTrainedModel, decide: Decide, repeats: int = _REPEATS) -> None:
-        self._model, self._decide, self._repeats = model, decide, repeats
+    def __init__(self, model: PreTrainedModel, decide: Decide) -> None:
+        self._model, self._decide = model, decide
         self._runner: Runner | None = None
 
     def __call__(self, rows: int, drafts: int, masks: int) -> float:
@@ -181,17 +192,12 @@ class _Stopwatch:
             RowPlan((1,) * count, (0,) if window else (), window)
             for count, window in zip(_spread(drafts, rows), _spread(masks, rows), strict=True)
         ]
-        best, begun = math.inf, time.perf_counter()
-        for number in range(self._repeats):
-            if number >= _FEW_REPEATS and time.perf_counter() - begun > _LONG:
-                break
-            # The last token is taken back: it runs again.
-            self._runner.cached = [_CONTEXT - 1] * rows
-            start = time.perf_counter()
-            outputs = self._runner.run(0, tokens, plans)
-            self._decide(outputs, self._model, plans)
-            best = min(best, time.perf_counter() - start)
-        return best
+        # The last token is taken back: it runs again.
+        self._runner.cached = [_CONTEXT - 1] * rows
+        start = time.perf_counter()
+        outputs = self._runner.run(0, tokens, plans)
+        self._decide(outputs, self._model, plans)
+        return time.perf_counter() - start
 
 
 def _spread(count: int, rows: int) -> list[int]:
