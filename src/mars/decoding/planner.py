@@ -170,13 +170,16 @@ def _choose_drafts(rows: Sequence[Candidate], cost: _Cost) -> list[Choice]:
     ]
     offers.sort(key=lambda offer: -offer[0])
     counts, longest, gain = [0] * len(rows), 0, 0.0
+    all_gain = sum(value for value, _ in offers)
     most, best = 0.0, 0
     for number, (value, index) in enumerate(offers, start=1):
         counts[index] += 1
         longest, gain = max(longest, counts[index]), gain + value
-        profit = gain - _LEAST_RETURN * cost.of(number, 0, longest)
-        if profit > most:
-            most, best = profit, number
+        spent = _LEAST_RETURN * cost.of(number, 0, longest)
+        if gain - spent > most:
+            most, best = gain - spent, number
+        if all_gain - spent <= most:
+            break  # no more columns cost less
     counts = [0] * len(rows)
     for _, index in offers[:best]:
         counts[index] += 1
@@ -238,9 +241,11 @@ class Planner:
         rate = self._speedup * count / (self._clock.alone(count) * self._worth(count))
         cost = _Cost(self._clock, rate, fixed, count, has_padding=self._has_padding)
         price = rate * self._slope(count, count + sum(map(_length, fixed)))
-        ways = _choose_drafts(rows, cost), [choose(row, price) for row in rows]
-        best = max(ways, key=cost.profit)
-        plans = [c.plan for c in best] if cost.profit(best) > 0 else [RowPlan()] * len(rows)
+        ways = [_choose_drafts(rows, cost)]
+        if any(row.window and row.forecast.worth(0) > 2 * price for row in rows):
+            ways.append([choose(row, price) for row in rows])  # masks may pay
+        profit, best = max(((cost.profit(way), way) for way in ways), key=lambda pair: pair[0])
+        plans = [c.plan for c in best] if profit > 0 else [RowPlan()] * len(rows)
         plans = self._probe(rows, plans)
         self._in_vain = 0 if any(map(_length, plans)) else self._in_vain + 1
         self._wait = min(_LONGEST_WAIT, 1 << self._in_vain >> 1) - 1 if self._in_vain else 0

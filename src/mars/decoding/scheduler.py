@@ -353,7 +353,5 @@ class Scheduler:
 
     def _move(self, source: int, target: int) -> None:
         """Put a row in the place of another, which is forgotten."""
-        runner = self._runner
-        runner.cache.move_row(source, target, runner.cached[source])
-        runner.cached[target] = runner.cached[source]
+        self._runner.move_row(source, target)
         self._rows[target] = self._rows[source]

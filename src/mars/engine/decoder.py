@@ -79,9 +79,9 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "limit", "first")),
-        *((name, ctypes.c_void_p) for name in ("mask_index", "real_start", "mask_start", "output")),
-        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "spent")),
-        *((name, ctypes.c_int64) for name in ("columns", "rows", "first_row", "cache_slots")),
+        *((name, ctypes.c_void_p) for name in ("mask_index", "real_start", "mask_start", "place")),
+        *((name, ctypes.c_void_p) for name in ("output", "hidden", "logits", "spent")),
+        *((name, ctypes.c_int64) for name in ("columns", "rows", "cache_slots")),
         *((name, ctypes.c_int64) for name in ("outputs", "threads")),
     )
 
@@ -144,9 +144,9 @@ class FusedDecoder:
         return fits and self._sample.is_equal()
 
     def forward(
-        self, columns: FlatColumns, first_row: int, cache: SlotCache
+        self, columns: FlatColumns, places: Sequence[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor]:
-        """Run columns of the cache's rows from `first_row` on.
+        """Run columns of rows that have these places in the cache.
 
         Keys and values of every column go into its slot.
 
@@ -158,6 +158,8 @@ class FusedDecoder:
         assert min(columns.token, default=0) >= 0
         assert max(columns.token, default=0) < len(self._embedding)
         assert columns.num_slots <= cache.num_slots
+        assert len(places) == len(columns.real_start) - 1
+        assert 0 <= min(places) <= max(places) < cache.num_rows
         assert cache.unit == self.cache_unit
         count = len(columns.outputs)
         hidden = self._embedding.new_empty(count, self._embedding.shape[1])
@@ -166,7 +168,7 @@ class FusedDecoder:
         fields = (
             *(columns.token, columns.position, columns.slot, columns.limit, columns.first),
             [0] * len(columns.offset) if is_shared else columns.offset,
-            *(columns.real_start, columns.mask_start, columns.outputs),
+            *(columns.real_start, columns.mask_start, places, columns.outputs),
         )
         arrays = [array("q", field) for field in fields]
         pointers = [
@@ -176,7 +178,7 @@ class FusedDecoder:
             *(x.buffer_info()[0] for x in (*pointers, *arrays)),
             *(hidden.data_ptr(), logits.data_ptr()),
             None if self.spent is None else self.spent.buffer_info()[0],
-            *(len(columns.token), len(columns.real_start) - 1, first_row, cache.row_slots),
+            *(len(columns.token), len(places), cache.row_slots),
             *(count, torch.get_num_threads()),
         )
         kernels = load_kernels()

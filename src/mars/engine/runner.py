@@ -95,6 +95,7 @@ class Runner:
         heads = config.num_attention_heads
         self._groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._decoder = FusedDecoder.of(model, max_positions)
+        self._places = list(range(num_rows))  # of the rows in the cache, if the decoder runs
         adapter = attached_adapter(model)
         adapters = () if adapter is None else (adapter,)
         if self._decoder is not None:
@@ -119,11 +120,19 @@ class Runner:
 
     def drop_row(self, row: int) -> None:
         """Forget a row; the last row takes its number."""
-        last = len(self.cached) - 1
-        if row != last:
-            self.cache.move_row(last, row, self.cached[last])
-            self.cached[row] = self.cached[last]
+        self.move_row(len(self.cached) - 1, row)
         self.cached.pop()
+
+    def move_row(self, source: int, target: int) -> None:
+        """Give a row the number of another one, which is forgotten."""
+        if source == target:
+            return
+        self.cached[target] = self.cached[source]
+        if self._decoder is None:
+            self.cache.move_row(source, target, self.cached[source])
+        else:
+            places = self._places
+            places[source], places[target] = places[target], places[source]
 
     def forward(
         self, first: int, tokens: Sequence[list[int]], plans: Sequence[RowPlan]
@@ -255,7 +264,7 @@ class Runner:
             decoder.dtype,
             unit=decoder.cache_unit,
         )
-        hidden, logits = decoder.forward(columns, first, self.cache)
+        hidden, logits = decoder.forward(columns, self._places[rows], self.cache)
         self.cached[rows] = [len(row) for row in tokens]
         return FlatOutputs(
             logits,

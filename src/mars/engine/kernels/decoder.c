@@ -49,10 +49,11 @@ struct step {
                                                                those from `first` to its own */
     const int64_t *mask_index;  /* of each mask in the mask embeddings */
     const int64_t *real_start, *mask_start; /* rows + 1: where the columns of a row begin */
+    const int64_t *place;       /* rows: where in the cache each is */
     const int64_t *output;      /* columns whose logits are wanted */
     bf16 *hidden, *logits;      /* of these: x D, x V */
     int64_t *spent;             /* nanoseconds of each phase, added to; NULL: nobody asks */
-    int64_t columns, rows, first_row, cache_slots, outputs, threads;
+    int64_t columns, rows, cache_slots, outputs, threads;
 };
 
 enum { LINEAR, ATTENTION, HEAD, OTHER }; /* phases */
@@ -216,15 +217,18 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
             .is_bf16 = 1, .has_tiles = m->head->path == TILES, .threads = 1, .scale = m->scale,
             .in_units = m->in_units,
         };
-        const int64_t from = (s->first_row + r) * m->kv_heads * cached;
+        const int64_t from = s->place[r] * m->kv_heads * cached;
         const int64_t parts = (queries + length - 1) / length;
         for (int64_t i = 0; i < m->kv_heads * parts; i++, task++) {
             if (task != mine) continue;
             mine = take(h->taken + layer);
             const int64_t g = i / parts, first = i % parts * length;
-            const int64_t next = (i % parts + threads) / parts; /* if all rows have as many parts */
-            const int exists = r * m->kv_heads + g + next < s->rows * m->kv_heads;
-            c.ahead = m->in_units && exists ? next * cached : 0;
+            /* The next head, and row, if all rows have as many parts. */
+            const int64_t next = g + (i % parts + threads) / parts, other = r + next / m->kv_heads;
+            c.ahead = 0;
+            if (m->in_units && other < s->rows)
+                c.ahead = (s->place[other] - s->place[r]) * m->kv_heads * cached +
+                          (next % m->kv_heads - g) * cached;
             attend(&c, (char *)h->attended, (const char *)h->query,
                    (const char *)(s->keys[layer] + from), (const char *)(s->values[layer] + from),
                    h->visible, columns, 0, g, first,
@@ -362,7 +366,7 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
         const int64_t start = i;
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h->columns[i++] = n;
         for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h->columns[i++] = n;
-        for (int64_t j = start; j < i; j++) row_of[h->columns[j]] = s->first_row + r;
+        for (int64_t j = start; j < i; j++) row_of[h->columns[j]] = s->place[r];
     }
     /* 3. The layers. */
 #pragma omp parallel num_threads(s->threads)
