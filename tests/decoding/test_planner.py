@@ -12,7 +12,7 @@ from mars.decoding.planner import (
     _CHECK_EVERY,
     _CREDIT,
     _FIRST_MASKS,
-    _LONGEST_WAIT,
+    _LOOKING,
     _PROBE_EVERY,
     Candidate,
     Planner,
@@ -286,10 +286,17 @@ def test_rows_that_have_nothing_to_feed_are_asked_less_often() -> None:
         if not planner.is_pausing():
             asked.append(number)
             assert planner.plan([candidate(0.1, window=0)]) == [RowPlan()]
-        planner.learn([RowPlan()], 1, 2.0)
-    assert asked[:4] == [0, 1, 3, 7]
-    assert asked[3:7] == list(range(7, 40, _LONGEST_WAIT))[:4]
+        planner.learn([RowPlan()], 1, 1.0, planning=8.5 * _LOOKING)
+    assert asked[:7] == [0, 1, 3, 7, 15, 23, 31]
     assert asked[asked.index(40) :][:3] == [40, 41, 43]
+
+
+def test_asking_that_takes_no_time_goes_on() -> None:
+    planner = ready(DEAR)
+    for _ in range(60):
+        assert not planner.is_pausing()
+        planner.plan([candidate(0.1, window=0)])
+        planner.learn([RowPlan()], 1, 2.0)
 
 
 def test_rows_are_asked_every_time_where_drafts_have_paid() -> None:

@@ -22,16 +22,17 @@ from mars.decoding.forecast import Forecast, survivals
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
 
 _FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was right
-_PROBE_EVERY = 64  # forwards without masks after which a row gets some, to see whether they pay
+_PROBE_EVERY = 64  # forwards without masks after which a row gets some, to see whether they pay ...
+_LOOKING = 0.002  # ... or more, that this and asking rows in vain take no larger share of the time
 _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what is fed
 # What drafts have saved, less what they have cost, is an account in forwards that feed nothing. It
-# may be overdrawn by so many. What is put aside of every forward, and where all rows are new, pays
+# may be overdrawn by so many at one row, and by less where the luck of several evens out. What is put aside of every forward, and where all rows are new, pays
 # for trying again, once there is enough for a try. More than the most is forgotten.
 _CREDIT, _MOST = 1.5, 30.0
 _TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
 # Forwards till rows are asked again that had nothing to feed several times: 1, 2, 4, at most ...
 # Where drafts have saved so many forwards, they are asked every time.
-_LONGEST_WAIT, _AT_EASE = 8, 1.0
+_LONGEST_WAIT, _AT_EASE = 32, 1.0
 _CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
 _STALL = 1.3  # what takes so many times as long as expected is another process's doing
 _FADING = 0.97  # of times measured, per forward
@@ -205,10 +206,12 @@ class Planner:
         self._extra = 8.0  # columns of a row beyond its last token, lately
         self._fed = 0  # forwards in a row that fed something
         self._unprobed = 0  # forwards without masks
-        self._account = 0.0
+        self._account, self._credit = 0.0, _CREDIT
         self._is_resting = False
         self._in_vain = 0  # times in a row that rows were asked and nothing was fed
         self._wait = 0  # forwards till they are asked again
+        self._was_asked = False  # for the forward that runs
+        self._asking = 0.0  # what it takes to ask rows and plan, in forwards that feed nothing
         self.is_closing = False
 
     def welcome(self, share: float) -> None:
@@ -226,15 +229,15 @@ class Planner:
         if self._wait and self._account < _AT_EASE:
             self._wait -= 1
             return True
-        if self._account < -_CREDIT:
+        if self._account < -self._credit:
             self._is_resting = True
-        elif self._account > _TRY - _CREDIT:
+        elif self._account > _TRY - self._credit:
             self._is_resting = False
         return self._is_resting
 
     def plan(self, rows: Sequence[Candidate], fixed: Sequence[RowPlan] = ()) -> list[RowPlan]:
         """Plan a forward of `rows`, beside others whose plans are fixed."""
-        count = len(rows) + len(fixed)
+        count, self._was_asked = len(rows) + len(fixed), True
         is_unclear = self._fed >= _CHECK_EVERY and self._account < _MOST / 2
         if not any(map(_length, fixed)) and (is_unclear or not self._clock.is_set):
             return [RowPlan()] * len(rows)  # to see how long that takes
@@ -248,12 +251,16 @@ class Planner:
         plans = [c.plan for c in best] if profit > 0 else [RowPlan()] * len(rows)
         plans = self._probe(rows, plans)
         self._in_vain = 0 if any(map(_length, plans)) else self._in_vain + 1
-        self._wait = min(_LONGEST_WAIT, 1 << self._in_vain >> 1) - 1 if self._in_vain else 0
+        longest = min(_LONGEST_WAIT, int(self._asking / _LOOKING))
+        self._wait = max(0, min(longest, 1 << self._in_vain >> 1) - 1)
         return plans
 
     def _probe(self, rows: Sequence[Candidate], plans: list[RowPlan]) -> list[RowPlan]:
         """Give the row that has had no masks for longest some now and then."""
-        if self._unprobed < _PROBE_EVERY or any(plan.num_masks for plan in plans):
+        count = len(rows)
+        cost = self._clock.all(count, count + _FIRST_MASKS, _FIRST_MASKS) / self._clock.alone(count)
+        patience = max(_PROBE_EVERY, (cost - 1) / _LOOKING)
+        if self._unprobed < patience or any(plan.num_masks for plan in plans):
             return plans
         index = max(range(len(rows)), key=lambda i: rows[i].forecast.idle)
         row, drafts = rows[index], plans[index].drafts
@@ -280,15 +287,19 @@ class Planner:
         if any(map(_length, plans)):
             columns, masks = self._columns(plans), sum(plan.num_masks for plan in plans)
             now = self._clock.all(count, columns, masks)
+        self._credit = _CREDIT * (1 + 1 / count) / 2
         self._fed = self._fed + 1 if columns > count else 0
         self._unprobed = 0 if masks else self._unprobed + 1
         if seconds is not None:
             saved -= planning / alone
+            if self._was_asked:
+                self._asking = planning / alone
             if columns > count:
                 saved += (committed / count - 1) * self._worth(count)
                 saved -= min(seconds, _STALL * now) / alone - 1
             # What takes much longer than it should is another process's doing.
             self._clock.note(count, columns, masks, min(seconds, 2 * now))
+        self._was_asked = False
         self._account = min(_MOST, self._account + saved)
         self._speedup += 0.1 * (committed / count * alone / now - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
