@@ -26,12 +26,13 @@ _PROBE_EVERY = 64  # forwards without masks after which a row gets some, to see 
 _LOOKING = 0.002  # ... or more, that this and asking rows in vain take no larger share of the time
 _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what is fed
 # What drafts have saved, less what they have cost, is an account in forwards that feed nothing. It
-# may be overdrawn by so many at one row, and by less where the luck of several evens out. What is put aside of every forward, and where all rows are new, pays
-# for trying again, once there is enough for a try. More than the most is forgotten.
+# may be overdrawn by so many at one row, and by less where the luck of several evens out. What is
+# put aside of every forward, and where all rows are new, pays for another try, once it is enough.
+# More than the most is forgotten.
 _CREDIT, _MOST = 1.5, 30.0
 _TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
-# Forwards till rows are asked again that had nothing to feed several times: 1, 2, 4, at most ...
-# Where drafts have saved so many forwards, they are asked every time.
+# Rows that had nothing to feed are asked again after 1, 2, 4, at most so many forwards; every time
+# where drafts have saved as many forwards as the other number.
 _LONGEST_WAIT, _AT_EASE = 32, 1.0
 _CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
 _STALL = 1.3  # what takes so many times as long as expected is another process's doing
@@ -257,8 +258,10 @@ class Planner:
 
     def _probe(self, rows: Sequence[Candidate], plans: list[RowPlan]) -> list[RowPlan]:
         """Give the row that has had no masks for longest some now and then."""
-        count = len(rows)
-        cost = self._clock.all(count, count + _FIRST_MASKS, _FIRST_MASKS) / self._clock.alone(count)
+        count, columns = len(rows), len(rows) + _FIRST_MASKS
+        if self._has_padding:
+            columns = _padded(count, _FIRST_MASKS)
+        cost = self._clock.all(count, columns, _FIRST_MASKS) / self._clock.alone(count)
         patience = max(_PROBE_EVERY, (cost - 1) / _LOOKING)
         if self._unprobed < patience or any(plan.num_masks for plan in plans):
             return plans
