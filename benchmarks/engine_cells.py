@@ -16,8 +16,6 @@ from typing import Any
 
 from engine_ways import Answer, Run
 
-WARM_UP_TOKENS = 8
-
 Cell = dict[str, list[dict[str, Any]]]
 """Way -> groups."""
 
@@ -32,14 +30,17 @@ def measure(
     """Let every way answer every group, in turns.
 
     A group is answered batch by batch, and the next batch is handed over when all of one have
-    ended, to our own ways too, which could do better than that. A warm-up comes first.
+    ended, to our own ways too, which could do better than that. A warm-up comes first, of the
+    longest prompts and in full: whoever needs more memory than was touched before pays for others.
+    In every second group the ways come in reverse order.
     """
+    longest = sorted((prompt for group in groups for prompt in group), key=len)[-batch_size:]
     for name, run in ways.items():
         print(f"  warm-up: {name}", file=sys.stderr)
-        run(groups[0][:batch_size], min(WARM_UP_TOKENS, max_new_tokens))
+        run(longest, max_new_tokens)
     cell: Cell = {name: [] for name in ways}
     for number, group in enumerate(groups, start=1):
-        for name, run in ways.items():
+        for name, run in list(ways.items())[:: 1 if number % 2 else -1]:
             started = time.perf_counter()
             answers: list[Answer] = []
             for first in range(0, len(group), batch_size):

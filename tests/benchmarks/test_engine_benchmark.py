@@ -115,6 +115,26 @@ def test_figures_are_those_counted_by_hand() -> None:
     assert (figures["ar"]["same_as_ar"], figures["exact"]["same_as_ar"]) == (1, 0)
 
 
+def test_no_way_is_always_the_first() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def note(name: str) -> Callable[..., list[Answer]]:
+        def run(prompts: list[list[int]], max_new_tokens: int) -> list[Answer]:
+            calls.append((name, len(prompts[-1])))
+            return slow(name, 0.1)(prompts, max_new_tokens)
+
+        return run
+
+    measure(
+        {"ar": note("ar"), "exact": note("exact")},
+        [[[1]], [[1, 2, 3]], [[1, 2]]],
+        batch_size=1,
+        max_new_tokens=4,
+    )
+    assert calls[:2] == [("ar", 3), ("exact", 3)], "the warm-up has the longest prompt"
+    assert [name for name, _ in calls[2:]] == ["ar", "exact", "exact", "ar", "ar", "exact"]
+
+
 def test_groups_are_spread_over_a_set() -> None:
     assert spread([*range(10)], 5) == [0, 2, 4, 6, 8]
     assert groups_of([*range(12)], 3, 2) == [[0, 6], [2, 8], [4, 10]]
