@@ -173,7 +173,7 @@ def test_rows_that_grow_move_and_take_back_are_as_fresh_ones(width, heads, monke
             runner.drop_row(0)
             sources, lengths = ([x[-1], *x[1:-1]] for x in (sources, lengths))
         for row, cached in enumerate(runner.cached):
-            forget(runner.cache, row, cached, width)
+            forget(runner.cache, runner.places[row], cached, width)
         more = torch.randint(1, 9, (len(lengths),), generator=generator).tolist()
         lengths = [a + b for a, b in zip(lengths, more, strict=True)]
     assert len(set(slots)) > 1
@@ -185,7 +185,7 @@ def assert_equal_slots(fresh: Runner, runner: Runner, row: int, width: int) -> N
         for mine, theirs in zip(
             getattr(fresh.cache, name), getattr(runner.cache, name), strict=True
         ):
-            mine, theirs = mine[0], theirs[row]
+            mine, theirs = mine[0], theirs[runner.places[row]]
             assert torch.equal(
                 mine.flatten(1)[:, order(mine.shape[1], width) < count],
                 theirs.flatten(1)[:, order(theirs.shape[1], width) < count],

@@ -68,6 +68,7 @@ class Runner:
     Attributes:
         cached: for each row, how many of its tokens the cache holds.
         cache: the only KV cache there is.
+        places: where in the cache each row is; behind those, the free places.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Runner:
         heads = config.num_attention_heads
         self._groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
         self._decoder = FusedDecoder.of(model, max_positions)
-        self._places = list(range(num_rows))  # of the rows in the cache, if the decoder runs
+        self.places = list(range(num_rows))
         adapter = attached_adapter(model)
         adapters = () if adapter is None else (adapter,)
         if self._decoder is not None:
@@ -128,10 +129,10 @@ class Runner:
         if source == target:
             return
         self.cached[target] = self.cached[source]
-        if self._decoder is None:
+        if self._decoder is None:  # the stock forward needs rows side by side
             self.cache.move_row(source, target, self.cached[source])
         else:
-            places = self._places
+            places = self.places
             places[source], places[target] = places[target], places[source]
 
     def forward(
@@ -264,7 +265,7 @@ class Runner:
             decoder.dtype,
             unit=decoder.cache_unit,
         )
-        hidden, logits = decoder.forward(columns, self._places[rows], self.cache)
+        hidden, logits = decoder.forward(columns, self.places[rows], self.cache)
         self.cached[rows] = [len(row) for row in tokens]
         return FlatOutputs(
             logits,
