@@ -305,7 +305,38 @@ def test_rows_are_asked_every_time_where_drafts_have_paid() -> None:
     for _ in range(20):
         assert not planner.is_pausing()
         planner.plan([candidate(0.01, window=0)])
-        planner.learn([RowPlan()], 1, 1.05)
+        planner.learn([RowPlan()], 1, 1.05, planning=8.5 * _LOOKING * 1.05)
+
+
+@pytest.mark.parametrize(("rows", "pauses"), [(1, False), (16, True)])
+def test_many_rows_may_lose_less(rows: int, pauses: bool) -> None:
+    table = times(1.0, 0.01)
+    planner, alone = Planner(table), table.seconds(rows, rows)
+    planner.learn([RowPlan()] * rows, rows, alone)
+    for _ in range(4):  # a quarter of a forward each, and no draft is right
+        plans = [RowPlan((1,) * 4)] * rows
+        expected = table.seconds(rows, 5 * rows)
+        planner.learn(plans, rows, expected, 1.25 * alone - expected)
+    assert planner.is_pausing() == pauses
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_a_dear_probe_of_masks_waits(has_padding: bool) -> None:
+    table, rows = times(1.0, 0.02), [candidate(forecast=Forecast(survival=[0.01] * 4))] * 8
+    planner = Planner(table, has_padding=has_padding)
+    planner.learn([RowPlan()] * 8, 8, table.seconds(8, 8))
+    rows[0].forecast.idle = 1
+    probed = None
+    for number in range(400):
+        plans = planner.plan(rows)
+        if any(plan.num_masks for plan in plans):
+            probed = number
+            break
+        planner.learn(plans, 8, table.seconds(8, 8))
+    columns = 8 * (1 + _FIRST_MASKS) if has_padding else 8 + _FIRST_MASKS
+    price = table.seconds(8, columns) / table.seconds(8, 8) - 1
+    assert probed is not None
+    assert abs(probed - max(_PROBE_EVERY, price / _LOOKING)) <= 2
 
 
 def test_rows_with_plans_of_their_own_do_not_keep_it_from_starting() -> None:

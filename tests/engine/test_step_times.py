@@ -212,6 +212,17 @@ def test_the_stopwatch_measures_real_forwards(dtype: torch.dtype) -> None:
     assert stopwatch(2, 62, 0) > 0
 
 
+def test_a_slow_moment_makes_no_kind_of_step_look_dear(machine: Machine) -> None:
+    def measure(rows: int, drafts: int, masks: int) -> float:
+        machine.load = 3.0 if len(machine.calls) < 15 else 1.0
+        return machine._measure(rows, drafts, masks)
+
+    times = step_times(make_model(), 1, decide_made_up, measure=measure)
+    for drafts in (0, 1, 3, 7, 15, 31):
+        assert times.seconds(1, 1 + drafts) == pytest.approx(1 + 0.1 * drafts)
+    assert len(machine.calls) > 15
+
+
 def test_times_are_known_where_they_jump(machine: Machine) -> None:
     machine.times(make_model(), 16)
     for rows in (1, 2, 4, 8, 16):

@@ -258,12 +258,12 @@ class Planner:
 
     def _probe(self, rows: Sequence[Candidate], plans: list[RowPlan]) -> list[RowPlan]:
         """Give the row that has had no masks for longest some now and then."""
-        count, columns = len(rows), len(rows) + _FIRST_MASKS
-        if self._has_padding:
-            columns = _padded(count, _FIRST_MASKS)
-        cost = self._clock.all(count, columns, _FIRST_MASKS) / self._clock.alone(count)
-        patience = max(_PROBE_EVERY, (cost - 1) / _LOOKING)
-        if self._unprobed < patience or any(plan.num_masks for plan in plans):
+        if self._unprobed < _PROBE_EVERY or any(plan.num_masks for plan in plans):
+            return plans
+        count = len(rows)
+        columns = _padded(count, _FIRST_MASKS) if self._has_padding else count + _FIRST_MASKS
+        cost = self._clock.all(count, columns, _FIRST_MASKS) / self._clock.alone(count) - 1
+        if self._unprobed < cost / _LOOKING:
             return plans
         index = max(range(len(rows)), key=lambda i: rows[i].forecast.idle)
         row, drafts = rows[index], plans[index].drafts
@@ -286,10 +286,10 @@ class Planner:
         """
         count = len(plans)
         alone = self._clock.alone(count)
-        columns, masks, now, saved = count, 0, alone, _ALLOWANCE
+        columns, masks, expected, saved = count, 0, alone, _ALLOWANCE
         if any(map(_length, plans)):
             columns, masks = self._columns(plans), sum(plan.num_masks for plan in plans)
-            now = self._clock.all(count, columns, masks)
+            expected = self._clock.all(count, columns, masks)
         self._credit = _CREDIT * (1 + 1 / count) / 2
         self._fed = self._fed + 1 if columns > count else 0
         self._unprobed = 0 if masks else self._unprobed + 1
@@ -299,12 +299,12 @@ class Planner:
                 self._asking = planning / alone
             if columns > count:
                 saved += (committed / count - 1) * self._worth(count)
-                saved -= min(seconds, _STALL * now) / alone - 1
+                saved -= min(seconds, _STALL * expected) / alone - 1
             # What takes much longer than it should is another process's doing.
-            self._clock.note(count, columns, masks, min(seconds, 2 * now))
+            self._clock.note(count, columns, masks, min(seconds, 2 * expected))
         self._was_asked = False
         self._account = min(_MOST, self._account + saved)
-        self._speedup += 0.1 * (committed / count * alone / now - self._speedup)
+        self._speedup += 0.1 * (committed / count * alone / expected - self._speedup)
         self._extra += 0.2 * (columns / count - 1 - self._extra)
 
     def _worth(self, rows: int) -> float:
