@@ -20,6 +20,8 @@ from transformers import (
     Cache,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -48,6 +50,20 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     AttentionInterface.register(name, function)
     # Without a mask function of that name, masks would silently be dropped instead of built.
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def backend_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str] | None:
+    """Return what decodes tokens in a stock tokenizer, without what is around it.
+
+    That takes as much time again. None if the tokenizer's class has a way of its own.
+    """
+    stock = PreTrainedTokenizerFast
+    if not isinstance(tokenizer, stock):
+        return None
+    names = ("decode", "_decode")
+    if any(getattr(type(tokenizer), name) is not getattr(stock, name) for name in names):
+        return None
+    return tokenizer.backend_tokenizer.decode
 
 
 def takes_attention_functions(config: PretrainedConfig) -> bool:

@@ -62,3 +62,17 @@ def test_no_template(
 def test_decoder_leaves_special_tokens_out(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = encode(tiny_tokenizer, "a , b", raw=True)
     assert text_decoder(tiny_tokenizer)([*ids, 2]) == "a , b"
+    want = tiny_tokenizer.decode(
+        [*ids, 2], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert text_decoder(tiny_tokenizer)([*ids, 2]) == want
+
+
+def test_decoder_of_a_tokenizer_with_its_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **settings: Any) -> str:
+            return super()._decode(*args, **settings).upper()
+
+    loud = Loud(tokenizer_object=tiny_tokenizer.backend_tokenizer)
+    ids = encode(tiny_tokenizer, "a , b", raw=True)
+    assert text_decoder(loud)(ids) == "A , B"

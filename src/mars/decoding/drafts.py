@@ -39,11 +39,10 @@ class NgramIndex:
 
     def _catch_up(self) -> None:
         """Note which pair every new token follows."""
-        first = self._num_known
-        pairs = zip(self._tokens[first - 2 :], self._tokens[first - 1 : -1], strict=False)
-        for place, pair in enumerate(pairs, start=first):
-            self._follows.setdefault(pair, []).append(place)
-        self._num_known = max(first, len(self._tokens))
+        tokens, follows = self._tokens, self._follows
+        for place in range(self._num_known, len(tokens)):
+            follows.setdefault((tokens[place - 2], tokens[place - 1]), []).append(place)
+        self._num_known = max(self._num_known, len(tokens))
 
     def draft(self, limit: int) -> tuple[Draft, ...]:
         """Continue as after the latest occurrence of the longest ending of the text.
@@ -55,8 +54,11 @@ class NgramIndex:
         tokens, end = self._tokens, len(self._tokens)
         if end < SHORTEST_MATCH:
             return ()
+        places = self._follows.get((tokens[-2], tokens[-1]))
+        if places is None:
+            return ()
         longest = start = 0
-        for place in reversed(self._follows.get((tokens[-2], tokens[-1]), [])[-_MOST_PLACES:]):
+        for place in reversed(places[-_MOST_PLACES:]):
             length = SHORTEST_MATCH
             while length < min(LONGEST_MATCH, place) and (
                 tokens[place - length - 1] == tokens[end - length - 1]
@@ -80,6 +82,8 @@ def merge_drafts(masks: Sequence[Draft], ngram: Sequence[Draft]) -> tuple[Draft,
 
     So an n-gram extends mask drafts that it agrees with, and fills in where there are none.
     """
+    if not masks or not ngram:
+        return (*masks, *ngram)
     common = 0
     while common < min(len(masks), len(ngram)) and masks[common].token == ngram[common].token:
         common += 1
@@ -97,6 +101,8 @@ def cut_drafts(drafts: Sequence[Draft], bound: float, limit: int) -> tuple[Draft
 
     Whether a draft stays depends on itself and on those before it, never on later ones.
     """
+    if not drafts:
+        return ()
     kept, survival = 0, 1.0
     for draft in drafts[: max(0, limit)]:
         survival *= draft.confidence

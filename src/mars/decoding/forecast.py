@@ -58,10 +58,9 @@ class Forecast:
 
     def see(self, suggested: Sequence[Draft]) -> None:
         """Take in what the text suggests to come next."""
-        values = survivals(suggested)
-        for offset, value in enumerate(self.text):
-            now = values[offset] if offset < len(values) else 0.0
-            self.text[offset] = value + 0.1 * (now - value)
+        self.text = [0.9 * value for value in self.text]
+        for offset, value in enumerate(survivals(suggested[: len(self.text)])):
+            self.text[offset] += 0.1 * value
 
     def learn(self, fed: Sequence[Draft], accepted: int, found: Sequence[Draft]) -> None:
         """Take in a forward: what was fed, how much of it was right, what its masks say."""

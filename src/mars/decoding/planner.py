@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts
 from mars.decoding.forecast import Forecast, survivals
@@ -50,8 +50,7 @@ class Times(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What a row could feed."""
 
     drafts: tuple[Draft, ...]
@@ -66,8 +65,7 @@ NOTHING = Candidate((), 0, 1, Forecast())
 """Stands for a row that is not asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A plan, and the tokens that its drafts and masks are expected to bring."""
 
     plan: RowPlan
@@ -170,6 +168,8 @@ def _choose_drafts(rows: Sequence[Candidate], cost: _Cost) -> list[Choice]:
         for index, row in enumerate(rows)
         for value in survivals(row.drafts[: min(row.budget, MOST_COLUMNS) - 1])
     ]
+    if not offers:
+        return [NO_CHOICE] * len(rows)
     offers.sort(key=lambda offer: -offer[0])
     counts, longest, gain = [0] * len(rows), 0, 0.0
     all_gain = sum(value for value, _ in offers)

@@ -1,10 +1,12 @@
 """From what a caller calls a prompt to token ids."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mars.compat import backend_decode
 from mars.decoding.request import Prompt
 from mars.decoding.stop import Decode
 from mars.errors import UserError
@@ -27,6 +29,9 @@ def as_list(prompts: Any) -> tuple[list[Prompt], bool]:
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Return the function that turns tokens of an answer into text, special tokens left out."""
+
+    if (backend := backend_decode(tokenizer)) is not None:
+        return partial(backend, skip_special_tokens=True)
 
     def decode(token_ids: list[int]) -> str:
         # "Cleaning up" spaces would change text that has already been shown.

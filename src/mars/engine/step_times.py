@@ -32,7 +32,7 @@ _CONTEXT = 240
 _WINDOW = 4  # masks of a row, for models that tell no other number
 _REPEATS, _FEW_REPEATS = 8, 3
 _LONG = 0.15  # seconds, after which the fewer repeats are enough
-_BUSY = 0.7  # a forward in less than this much of what the table says shows it to be of a busy hour
+_BUSY = 0.8  # a forward in less than this much of what the table says shows it to be of a busy hour
 _FORMAT = 5
 
 Measure = Callable[[int, int, int], float]
@@ -41,7 +41,8 @@ Decide = Callable[[Outputs | FlatOutputs, PreTrainedModel, Sequence[RowPlan]], o
 """(outputs, model, what made-up rows have fed): decide on them, as a step does, and wait for it."""
 
 
-_trusted: set[Path] = set()  # tables that this process has measured or checked
+# Rows of tables that this process has measured or checked.
+_trusted: set[tuple[Path, int]] = set()
 
 
 class Seconds(NamedTuple):
@@ -125,26 +126,28 @@ def step_times(
     adapter, dtype, device, threads, kernels and torch version. A folder that cannot be written
     costs the measurement each time.
 
-    The table may be of a busy hour, which makes times longer, never shorter. So a process that
-    reads one times a plain forward of its fewest rows, once. If that takes much less than the table
-    says, the table is measured again; if it takes longer, the machine is busy now, and it stays.
+    What is on the disk may be of a busy hour, which makes times longer, never shorter. So a process
+    that reads it times a plain forward of every number of rows, once. Where that takes much less
+    than the table says, they are measured again; if it takes longer, the machine is busy now, and
+    the table stays.
     """
     path = cache_folder() / "step-times" / f"{_key(model)}.json"
     known = _read(path)
-    if known and path not in _trusted:
-        rows, check = min(known), measure or _Stopwatch(model, decide)
-        now = min(check(rows, 0, 0) for _ in range(_FEW_REPEATS))
-        if now < _BUSY * known[rows].by_drafts[0]:
-            known = {}
     needed = [rows for rows in _ROWS if rows < max_rows]
     needed.append(next((rows for rows in _ROWS if rows >= max_rows), _ROWS[-1]))
-    missing = [rows for rows in needed if rows not in known]
-    if missing:
-        measure = measure or _Stopwatch(model, decide)
-        for rows in missing:
-            known[rows] = _measure(rows, _window(model) * rows, measure)
+    unsure = [rows for rows in needed if rows not in known or (path, rows) not in _trusted]
+    measure = measure or _Stopwatch(model, decide)
+    has_changed = False
+    for rows in unsure:
+        if rows in known:
+            now = min(measure(rows, 0, 0) for _ in range(_FEW_REPEATS))
+            if now >= _BUSY * known[rows].by_drafts[0]:
+                continue
+        known[rows] = _measure(rows, _window(model) * rows, measure)
+        has_changed = True
+    if has_changed:
         _write(path, known)
-    _trusted.add(path)
+    _trusted.update((path, rows) for rows in unsure)
     return StepTimes(known)
 
 
