@@ -86,19 +86,13 @@ def inputs(draw: st.DrawFn) -> tuple[Tensor, ...]:
 def test_a_token_is_put_where_tiles_find_it(width: int) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    kernels.put_in_unit.argtypes = [
-        *[ctypes.c_void_p] * 2,
-        ctypes.c_int64,
-        *[ctypes.c_void_p] * 2,
-        ctypes.c_int64,
-    ]
+    for put in (kernels.put_key, kernels.put_value):
+        put.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     key, value = torch.randn(2, 1, 1, 3 * UNIT, width, dtype=BF16)
     keys, values = torch.zeros(2, 3 * UNIT * width, dtype=BF16)
     for slot in torch.randperm(3 * UNIT).tolist():
-        source = key[0, 0, slot], value[0, 0, slot]
-        kernels.put_in_unit(
-            *(keys.data_ptr(), values.data_ptr(), slot), *(x.data_ptr() for x in source), width
-        )
+        kernels.put_key(keys.data_ptr(), slot, key[0, 0, slot].data_ptr(), width)
+        kernels.put_value(values.data_ptr(), slot, value[0, 0, slot].data_ptr(), width)
     assert torch.equal(keys, in_units(key, order_of_keys(3, width)).flatten())
     assert torch.equal(values, in_units(value, order_of_values(3, width)).flatten())
 

@@ -3,7 +3,7 @@
    pairs of slots, weights are rounded to bf16 before, and their sum runs through 32 lanes.
 
    Keys and values come in units of 32 slots, of W dimensions each, whose numbers lie as tiles want
-   them (`put_in_unit`), so that a unit is read from one end to the other:
+   them (`put_key`, `put_value`), so that a unit is read from one end to the other:
 
      keys    half of 16 slots x pair of dimensions x slot x 2
      values  stretch of 16 dimensions x pair of slots x dimension x 2
@@ -16,10 +16,12 @@
 
 #include "tiles.h"
 
-void put_in_unit(bf16 *keys, bf16 *values, int64_t slot, const bf16 *key, const bf16 *value,
-                 int64_t width) {
+void put_key(bf16 *keys, int64_t slot, const bf16 *key, int64_t width) {
     keys += slot / LANES * LANES * width + slot % LANES * 2;
     for (int64_t d = 0; d < width; d += 2) memcpy(keys + d * LANES, key + d, 2 * sizeof *key);
+}
+
+void put_value(bf16 *values, int64_t slot, const bf16 *value, int64_t width) {
     values += slot / SLOTS * SLOTS * width + slot % SLOTS / 2 * 2 * LANES + slot % 2;
     for (int64_t d = 0; d < width; d += LANES, values += LANES * SLOTS)
         for (int i = 0; i < LANES; i++) values[2 * i] = value[d + i];

@@ -148,6 +148,10 @@ static bf16 *lora_inner(const struct step *s, const struct shared *h, const stru
     return inner;
 }
 
+static int64_t num_columns(const struct step *s, int64_t row) {
+    return s->real_start[row + 1] - s->real_start[row] + s->mask_start[row + 1] - s->mask_start[row];
+}
+
 /* Start: embed tokens, and note who sees what. */
 static void embed(const struct decoder *m, const struct step *s, struct shared *h,
                   int64_t begin, int64_t end) {
@@ -163,32 +167,40 @@ static void embed(const struct decoder *m, const struct step *s, struct shared *
     }
 }
 
-/* Queries, keys and values of some columns: norm, rotation, and into the cache. */
+/* Norm, if there is one, and rotation of a column's query or key. */
+static void turn(const struct decoder *m, const struct step *s, bf16 *head, const bf16 *norm,
+                 int64_t column) {
+    const int64_t width = m->head_width, from = s->position[column] * width;
+    if (norm) normalise(head, head, norm, width, m->epsilon);
+    rotate(head, head, m->cosine + from, m->sine + from, width);
+}
+
+/* Turn queries and keys; bring keys and values into the cache. The latter of one row and head are one
+   thread's: in units, those of neighbouring slots share cache lines. */
 static void place_heads(const struct decoder *m, const struct step *s, struct shared *h,
-                        const int64_t *row_of, int64_t layer, int64_t begin, int64_t end) {
+                        int64_t layer, int64_t thread, int64_t threads) {
     const struct block *b = m->blocks + layer;
-    const int64_t width = m->head_width, cached = s->cache_slots * width;
-    for (int64_t n = begin; n < end; n++) {
-        const bf16 *cosine = m->cosine + s->position[n] * width;
-        const bf16 *sine = m->sine + s->position[n] * width;
-        for (int64_t i = 0; i < m->heads; i++) {
-            bf16 *query = h->query + (n * m->heads + i) * width;
-            if (b->query_norm) normalise(query, query, b->query_norm, width, m->epsilon);
-            rotate(query, query, cosine, sine, width);
-        }
-        for (int64_t i = 0; i < m->kv_heads; i++) {
-            const int64_t from = (n * m->kv_heads + i) * width;
-            const int64_t head = (row_of[n] * m->kv_heads + i) * cached, slot = s->slot[n];
-            bf16 *key = h->key + from, *keys = s->keys[layer] + head;
-            bf16 *value = h->value + from, *values = s->values[layer] + head;
-            if (b->key_norm) normalise(key, key, b->key_norm, width, m->epsilon);
-            rotate(key, key, cosine, sine, width);
-            if (m->in_units) put_in_unit(keys, values, slot, key, value, width);
-            else {
-                memcpy(keys + slot * width, key, width * sizeof *key);
-                memcpy(values + slot * width, value, width * sizeof *value);
+    const int64_t width = m->head_width, cached = s->cache_slots * width, heads = m->kv_heads;
+    SHARE(s->columns * m->heads, begin, end);
+    for (int64_t i = begin; i < end; i++)
+        turn(m, s, h->query + i * width, b->query_norm, i / m->heads);
+    const int64_t *columns = h->columns;
+    for (int64_t r = 0; r < s->rows; r++) {
+        const int64_t num = num_columns(s, r);
+        for (int64_t g = (r + thread) % threads; g < 2 * heads; g += threads) {
+            const int64_t head = (s->place[r] * heads + g / 2) * cached;
+            for (int64_t i = 0; i < num; i++) {
+                const int64_t n = columns[i], slot = s->slot[n], from = (n * heads + g / 2) * width;
+                const int is_key = g % 2;
+                bf16 *to = (is_key ? s->keys : s->values)[layer] + head;
+                bf16 *x = (is_key ? h->key : h->value) + from;
+                if (is_key) turn(m, s, x, b->key_norm, n);
+                if (!m->in_units) memcpy(to + slot * width, x, width * sizeof *x);
+                else if (is_key) put_key(to, slot, x, width);
+                else put_value(to, slot, x, width);
             }
         }
+        columns += num;
     }
 }
 
@@ -201,8 +213,7 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
     int64_t task = 0, mine = take(h->taken + layer);
     const int64_t *columns = h->columns;
     for (int64_t r = 0; r < s->rows; r++) {
-        const int64_t num = s->real_start[r + 1] - s->real_start[r] + s->mask_start[r + 1] -
-                            s->mask_start[r];
+        const int64_t num = num_columns(s, r);
         if (!num) continue;
         const int64_t queries = num * (m->heads / m->kv_heads);
         const int64_t length = queries_per_task(queries, s->rows * m->kv_heads, threads);
@@ -270,12 +281,10 @@ static void prepare(const struct decoder *m, const struct step *s, struct shared
 }
 
 static int64_t run_block(const struct decoder *m, const struct step *s, struct shared *h,
-                         const int64_t *row_of, int64_t layer, int64_t thread, int64_t threads,
-                         int64_t clock) {
+                         int64_t layer, int64_t thread, int64_t threads, int64_t clock) {
     const struct block *b = m->blocks + layer;
     const struct linear *l = b->linears;
     const int64_t columns = s->columns, stride = spaced(m->width), inner = spaced(m->inner);
-    SHARE(columns, begin, end);
     /* 1. Attention. */
     prepare(m, s, h, l + QUERY, 3, b->attention_norm, thread, threads);
     WAIT_AFTER(OTHER)
@@ -292,7 +301,7 @@ static int64_t run_block(const struct decoder *m, const struct step *s, struct s
         before += num;
     }
     WAIT_AFTER(LINEAR)
-    place_heads(m, s, h, row_of, layer, begin, end);
+    place_heads(m, s, h, layer, thread, threads);
     WAIT_AFTER(OTHER)
     attend_share(m, s, h, layer, threads);
     WAIT_AFTER(ATTENTION)
@@ -341,7 +350,7 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     const int64_t sizes[] = {
         columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
         columns * queries, columns * wide, columns * wide, columns * m->width,
-        columns * h->visible_stride / 2, columns * 4, columns * 4, s->threads * ALIKE * columns * rank,
+        columns * h->visible_stride / 2, columns * 4, s->threads * ALIKE * columns * rank,
         2 * PIECES * ALIKE * rank * h->num_masks, m->num_blocks * 4,
     };
     enum { PARTS = sizeof sizes / sizeof *sizes };
@@ -356,17 +365,14 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     h->attended = parts[5], h->gate = parts[6], h->up = parts[7], h->output = parts[8];
     h->visible = (uint8_t *)parts[9];
     h->columns = (int64_t *)parts[10];
-    int64_t *row_of = (int64_t *)parts[11];
-    h->inner = parts[12], h->sums = (float *)parts[13];
-    h->taken = (int64_t *)parts[14];
-    memset(h->inner, 0, sizes[12] * sizeof *memory);
+    h->inner = parts[11], h->sums = (float *)parts[12];
+    h->taken = (int64_t *)parts[13];
+    memset(h->inner, 0, sizes[11] * sizeof *memory);
     memset(h->taken, 0, m->num_blocks * sizeof *h->taken);
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
-        const int64_t start = i;
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h->columns[i++] = n;
         for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h->columns[i++] = n;
-        for (int64_t j = start; j < i; j++) row_of[h->columns[j]] = s->place[r];
     }
     /* 3. The layers. */
 #pragma omp parallel num_threads(s->threads)
@@ -380,7 +386,7 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
         embed(m, s, h, begin, end);
         WAIT_AFTER(OTHER)
         for (int64_t layer = 0; layer < m->num_blocks; layer++)
-            clock = run_block(m, s, h, row_of, layer, thread, threads, clock);
+            clock = run_block(m, s, h, layer, thread, threads, clock);
         /* 4. Logits. */
         SHARE(s->outputs, top, bottom);
         for (int64_t i = top; i < bottom; i++)

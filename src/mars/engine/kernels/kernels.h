@@ -151,9 +151,9 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
             const uint8_t *mask, const int64_t *columns, int64_t row, int64_t kv_head, int64_t first,
             int64_t num);
 
-/* Write a token's key and value into its slot of a row and head that lie in units. */
-void put_in_unit(bf16 *keys, bf16 *values, int64_t slot, const bf16 *key, const bf16 *value,
-                 int64_t width);
+/* Write a token's key, or value, into its slot of a row and head that lie in units. */
+void put_key(bf16 *keys, int64_t slot, const bf16 *key, int64_t width);
+void put_value(bf16 *values, int64_t slot, const bf16 *value, int64_t width);
 
 #ifdef HAS_TILES
 /* The same for one row and key-value head, where matrix tiles serve. */
