@@ -21,6 +21,7 @@ LAYERS = {
     "mars.draft_head": 1,
     "mars.decoding.options": 1,
     "mars.decoding.accept": 1,
+    "mars.decoding.clock": 1,
     "mars.decoding.drafts": 1,
     "mars.decoding.forecast": 1,
     "mars.decoding.plan": 1,

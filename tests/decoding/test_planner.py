@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mars.decoding.clock import Clock
 from mars.decoding.drafts import Draft
 from mars.decoding.forecast import Forecast
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
@@ -16,7 +17,6 @@ from mars.decoding.planner import (
     _PROBE_EVERY,
     Candidate,
     Planner,
-    _Clock,
 )
 from mars.engine.step_times import Seconds, StepTimes
 
@@ -221,7 +221,7 @@ def test_offsets_beyond_what_was_seen_are_worth_less(offset: int) -> None:
 
 
 def test_times_are_corrected_by_those_that_were_measured() -> None:
-    clock = _Clock(times(1.0, 0.1).seconds)
+    clock = Clock(times(1.0, 0.1).seconds)
     assert clock.all(1, 5) == pytest.approx(1.5)
     clock.note(1, 1, 0, 0.55)  # the table is of a busy hour
     assert clock.alone(1) == pytest.approx(0.55)
@@ -234,7 +234,7 @@ def test_times_are_corrected_by_those_that_were_measured() -> None:
 
 
 def test_a_busy_start_is_forgotten_and_a_stall_counts_little() -> None:
-    clock = _Clock(times(1.0, 0.05).seconds)
+    clock = Clock(times(1.0, 0.05).seconds)
     clock.note(1, 1, 0, 2.1)  # something else was going on
     for _ in range(10):
         clock.note(1, 1, 0, 1.05)
@@ -337,6 +337,50 @@ def test_a_dear_probe_of_masks_waits(has_padding: bool) -> None:
     price = table.seconds(8, columns) / table.seconds(8, 8) - 1
     assert probed is not None
     assert abs(probed - max(_PROBE_EVERY, price / _LOOKING)) <= 2
+
+
+def test_what_an_earlier_planner_has_lost_is_not_risked_again() -> None:
+    table, plan = times(1.0, 0.05), RowPlan((1,) * 4)
+    earlier = ready(table)
+    while not earlier.is_pausing():
+        earlier.learn([plan], 1, table.seconds(1, 5))
+    assert not Planner(table).is_pausing()
+    assert Planner(table, earlier=earlier).is_pausing()
+    forwards = []
+    for planner in (Planner(table, earlier=earlier), Planner(table)):
+        planner.welcome(1.0)  # new rows may be worth more
+        forwards.append(0)
+        while not planner.is_pausing():
+            planner.learn([plan], 1, table.seconds(1, 5))
+            forwards[-1] += 1
+    assert 0 < forwards[0] < forwards[1] / 2
+
+
+def test_what_an_earlier_planner_has_saved_is_not_there_to_be_lost() -> None:
+    table, plan = times(1.0, 0.05), RowPlan((1,) * 4)
+    earlier = ready(table)
+    for _ in range(20):
+        earlier.learn([plan], 5, table.seconds(1, 5))
+    forwards = []
+    for planner in (Planner(table, earlier=earlier), Planner(table), earlier):
+        forwards.append(0)
+        while not planner.is_pausing():
+            planner.learn([plan], 1, table.seconds(1, 5))
+            forwards[-1] += 1
+    assert forwards[0] == forwards[1] < forwards[2]
+
+
+def test_a_planner_begins_with_the_times_that_an_earlier_one_has_seen() -> None:
+    table = times(1.0, 0.05)
+    earlier = ready(table)
+    for _ in range(50):
+        earlier.learn([RowPlan()], 1, 2.1)
+        earlier.learn([RowPlan((1,))], 1, 2.3)
+    clocks = Planner(table, earlier=earlier)._clock, Planner(table, earlier=earlier)._clock
+    assert clocks[0].alone(1) == earlier._clock.alone(1) == pytest.approx(2.1, rel=0.1)
+    assert clocks[0].slope(0) == earlier._clock.slope(0) > 2
+    clocks[0].note(1, 2, 0, 1.0)
+    assert clocks[0].slope(0) != clocks[1].slope(0) == earlier._clock.slope(0)
 
 
 def test_rows_with_plans_of_their_own_do_not_keep_it_from_starting() -> None:

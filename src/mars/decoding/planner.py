@@ -12,11 +12,11 @@ What is chosen changes the speed only: the text is that of `ar`, whatever is fed
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from mars.decoding.clock import STALL, Clock
 from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts
 from mars.decoding.forecast import Forecast, survivals
 from mars.decoding.plan import MOST_COLUMNS, RowPlan
@@ -35,9 +35,6 @@ _TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
 # where drafts have saved as many forwards as the other number.
 _LONGEST_WAIT, _AT_EASE = 32, 1.0
 _CHECK_EVERY = 16  # forwards till one feeds nothing, where the account is not full
-_STALL = 1.3  # what takes so many times as long as expected is another process's doing
-_FADING = 0.97  # of times measured, per forward
-_TRUST_IN_TABLE = 0.01  # seconds of forwards, which the table is thought to have told right
 
 
 class Times(Protocol):
@@ -115,7 +112,7 @@ class _Cost:
 
     def __init__(
         self,
-        clock: "_Clock",
+        clock: Clock,
         rate: float,
         fixed: Sequence[RowPlan],
         rows: int,
@@ -195,14 +192,20 @@ class Planner:
         is_closing: whether nobody follows when one of the rows ends.
     """
 
-    def __init__(self, times: Times, *, has_padding: bool = False) -> None:
+    def __init__(
+        self, times: Times, *, has_padding: bool = False, earlier: "Planner | None" = None
+    ) -> None:
         """Plan with the times of a machine.
 
-        `has_padding` says that a forward computes as many columns for every row as for the longest.
+        Args:
+            times: of it.
+            has_padding: a forward computes as many columns for every row as for the longest.
+            earlier: planned for the same model and as many rows before. What its drafts have lost
+                is not risked again; what they have saved is no licence to lose it.
         """
         self._seconds = lru_cache(maxsize=1 << 14)(times.seconds)
         self._has_padding = has_padding
-        self._clock = _Clock(self._seconds)
+        self._clock = Clock(self._seconds)
         self._speedup = 1.0  # tokens per second against `ar` with as many rows, lately
         self._extra = 8.0  # columns of a row beyond its last token, lately
         self._fed = 0  # forwards in a row that fed something
@@ -214,6 +217,10 @@ class Planner:
         self._was_asked = False  # for the forward that runs
         self._asking = 0.0  # what it takes to ask rows and plan, in forwards that feed nothing
         self.is_closing = False
+        if earlier is not None:
+            self._account, self._unprobed = min(0.0, earlier._account), earlier._unprobed
+            self._speedup, self._extra = earlier._speedup, earlier._extra
+            self._clock.follow(earlier._clock)
 
     def welcome(self, share: float) -> None:
         """Take in that such a share of the rows is new: their drafts may be worth more."""
@@ -299,7 +306,7 @@ class Planner:
                 self._asking = planning / alone
             if columns > count:
                 saved += (committed / count - 1) * self._worth(count)
-                saved -= min(seconds, _STALL * expected) / alone - 1
+                saved -= min(seconds, STALL * expected) / alone - 1
             # What takes much longer than it should is another process's doing.
             self._clock.note(count, columns, masks, min(seconds, 2 * expected))
         self._was_asked = False
@@ -332,64 +339,3 @@ class Planner:
         low, high = columns + int(extra / 2), columns + int(extra * 1.5) + 1
         difference = self._seconds(rows, high) - self._seconds(rows, low)
         return self._clock.slope(masks=1) * difference / (high - low)
-
-
-class _Clock:
-    """What forwards really take: the table's times, corrected by those that were measured.
-
-    The table knows forwards of greedy rows in some quiet hour. Sampling makes columns dearer, as do
-    long contexts and other work on the machine.
-    """
-
-    def __init__(self, seconds: Callable[..., float]) -> None:
-        self._seconds = seconds  # as `Times.seconds`
-        # Of forwards with drafts alone, and of those with masks.
-        self._more = _Correction(), _Correction()
-        self._alone = 1.0
-        # Whether a forward that fed nothing was measured: the table may be of a busy hour.
-        self.is_set = False
-
-    def slope(self, masks: int) -> float:
-        """Return how much longer than in the table more columns take, so many masks among them."""
-        return self._more[masks > 0].factor
-
-    def alone(self, rows: int) -> float:
-        """Return the seconds of a forward of so many rows that feeds nothing."""
-        return self._seconds(rows, rows) * self._alone
-
-    def all(self, rows: int, columns: int, masks: int = 0) -> float:
-        """Return the seconds of a forward with so many columns in all, and masks among them."""
-        more = self._seconds(rows, columns, masks) - self._seconds(rows, rows)
-        return self.alone(rows) + self.slope(masks) * more
-
-    def note(self, rows: int, columns: int, masks: int, seconds: float) -> None:
-        """Take in how long a forward took."""
-        table = self._seconds(rows, rows)
-        if columns == rows:
-            # Cut as for the account: what is dear on a busy machine is dear for both.
-            now = seconds / table
-            if self.is_set:
-                now = self._alone + 0.25 * (min(now, _STALL * self._alone) - self._alone)
-            self._alone = now
-            self.is_set = True
-            return
-        more = self._seconds(rows, columns, masks) - table
-        self._alone *= 1 + 0.02 * (seconds / self.all(rows, columns, masks) - 1)
-        self._more[masks > 0].note(seconds - self.alone(rows), more)
-
-
-@dataclass(slots=True)
-class _Correction:
-    """Seconds that something took against those that were expected; both fade."""
-
-    measured: float = _TRUST_IN_TABLE
-    expected: float = _TRUST_IN_TABLE
-
-    @property
-    def factor(self) -> float:
-        return min(4.0, max(0.25, self.measured / self.expected))
-
-    def note(self, measured: float, expected: float) -> None:
-        faded = 1 - _FADING
-        self.measured += measured + faded * (_TRUST_IN_TABLE - self.measured)
-        self.expected += expected + faded * (_TRUST_IN_TABLE - self.expected)
