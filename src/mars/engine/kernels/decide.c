@@ -232,7 +232,7 @@ static void draft_in_turn(const struct decision *d, struct mask *masks, int64_t 
             if (*value > top) top = *value, chosen = i;
         }
         for (int64_t i = 0; i < found; i++) total += expf(best[i].value - top);
-        previous = s ? sample_candidates(best, found, s, 0, position + w) : best[chosen].id;
+        previous = s ? sample_candidates(best, found, s, position + w) : best[chosen].id;
         d->draft[row * d->most + w] = previous;
         d->probability[row * d->most + w] = 1.0f / total;
     }
@@ -260,7 +260,7 @@ int64_t mars_decide(const struct decision *d) {
     if (d->forbidden >= 0)
         for (int64_t o = 0; o < d->mask_start[d->rows]; o++)
             d->logits[o * d->vocabulary + d->forbidden] = 0xff80; /* -infinity */
-#pragma omp parallel for num_threads(d->threads) if (real > 2)
+#pragma omp parallel for num_threads(d->threads) if (real > (d->sampling ? 1 : 2))
     for (int64_t o = 0; o < real; o++) d->choice[o] = choose_real(d, o);
     const int64_t most = d->rows * d->most, numbers = inner + 2 * d->width;
     struct mask *masks = malloc(most * sizeof *masks + 1);

@@ -54,6 +54,16 @@ typedef uint64_t words __attribute__((vector_size(64))); /* 8 */
 typedef int64_t integers __attribute__((vector_size(64)));
 typedef float half __attribute__((vector_size(32)));
 
+INLINE int any(ivec x) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#else
+    int found = 0;
+    for (int k = 0; k < LANES; k++) found |= x[k];
+    return found;
+#endif
+}
+
 /* The upper 40 bits of eight hashes, as numbers. */
 INLINE half upper_bits8(uint64_t state, integers coordinate) {
     words bits = state + (words)(coordinate + 1) * 0x9E3779B97F4A7C15u;
@@ -62,16 +72,15 @@ INLINE half upper_bits8(uint64_t state, integers coordinate) {
     return __builtin_convertvector((integers)((bits ^ bits >> 31) >> 24), half);
 }
 
-/* Noise of 16 ids. */
-INLINE vec noise_of(uint64_t state, integers first, integers second) {
+INLINE vec upper_bits16(uint64_t state, integers first, integers second) {
     union { half halves[2]; vec all; } bits = {
         {upper_bits8(state, first), upper_bits8(state, second)}};
-    return noise16(bits.all);
+    return bits.all;
 }
 
 static float noise_of_one(uint64_t state, int64_t id) {
     const integers all = (integers){0} + id;
-    return noise_of(state, all, all)[0];
+    return noise16(upper_bits16(state, all, all))[0];
 }
 
 static int by_value(const void *a, const void *b) {
@@ -106,23 +115,38 @@ static int64_t filter(const struct candidate *c, int64_t count, const struct sam
     return count;
 }
 
-int64_t sample_candidates(struct candidate *c, int64_t count, const struct sampling *s, float mass,
-                          int64_t position) {
+/* Noise is at most MOST_NOISE, and at most -log(u): a token can only win against a score of `bound` if
+   u <= exp(logit / temperature - bound). So few tokens need their noise. SLACK is for rounding. */
+#define MOST_NOISE 28.5f
+#define SLACK 1.001f
+
+/* Choose among candidates, which fall. */
+static int64_t sample_sorted(const struct candidate *c, int64_t count, const struct sampling *s,
+                             float mass, int64_t position) {
     const uint64_t state = hash(hash(0, s->seed), position);
-    qsort(c, count, sizeof *c, by_value);
     count = filter(c, count, s, mass);
     int64_t best = c[0].id;
     float most = -INFINITY;
     for (int64_t i = 0; i < count; i++) {
-        const float value = c[i].value / s->temperature + noise_of_one(state, c[i].id);
-        if (value > most || (value == most && c[i].id < best)) most = value, best = c[i].id;
+        const float value = c[i].value / s->temperature, gap = value - most;
+        if (gap < -MOST_NOISE) break;
+        const float u = (float)(hash(state, c[i].id) >> 24) * 0x1p-40f;
+        if (gap < 0 && u > SLACK * expf(gap)) continue;
+        const float score = value + noise_of_one(state, c[i].id);
+        if (score > most || (score == most && c[i].id < best)) most = score, best = c[i].id;
     }
     return best;
 }
 
+int64_t sample_candidates(struct candidate *c, int64_t count, const struct sampling *s,
+                          int64_t position) {
+    qsort(c, count, sizeof *c, by_value);
+    return sample_sorted(c, count, s, 0, position);
+}
+
 /* Without filters: all tokens. */
 static int64_t sample_all(const bf16 *x, int64_t count, float temperature, uint64_t state) {
-    const vec most_noise = splat(28.5f);
+    const float inverse = 1.0f / temperature;
     const integers even = {0, 2, 4, 6, 8, 10, 12, 14};
     vec most[2] = {splat(-INFINITY), splat(-INFINITY)};
     ivec where[2] = {{0}};
@@ -130,13 +154,14 @@ static int64_t sample_all(const bf16 *x, int64_t count, float temperature, uint6
     int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
         const uvec pairs = *(const anywhere *)(x + i);
-        const vec value[2] = {low(pairs) / temperature, high(pairs) / temperature};
+        const vec value[2] = {low(pairs), high(pairs)};
         for (int h = 0; h < 2; h++) {
-            const ivec may_win = value[h] + most_noise > bound;
-            int any = 0;
-            for (int k = 0; k < LANES; k++) any |= may_win[k];
-            if (!any) continue;
-            const vec score = value[h] + noise_of(state, i + h + even, i + h + even + 16);
+            const vec gap = value[h] * inverse - bound;
+            if (!any(gap > -MOST_NOISE)) continue;
+            const vec bits = upper_bits16(state, i + h + even, i + h + even + 16);
+            const vec most_u = exp16(choose(gap > 0.0f, splat(0.0f), gap)) * SLACK;
+            if (!any(bits * 0x1p-40f <= most_u)) continue;
+            const vec score = value[h] / temperature + noise16(bits);
             const ivec wins = score > most[h];
             most[h] = choose(wins, score, most[h]);
             where[h] = (wins & (int32_t)i) | (~wins & where[h]);
@@ -172,20 +197,52 @@ static float mass_of(const bf16 *x, int64_t count, float top, float temperature)
     return total;
 }
 
+/* The numbers from `floor` on, in their order; return how many. */
+static int64_t find(struct candidate *found, const bf16 *x, int64_t count, float floor) {
+    int64_t number = 0;
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+        if (i + 2 * LANES <= count) {
+            const uvec pairs = *(const anywhere *)(x + i);
+            if (!any((low(pairs) >= floor) | (high(pairs) >= floor))) continue;
+        }
+        for (int64_t j = i; j < count && j < i + 2 * LANES; j++)
+            if (widen(x[j]) >= floor) found[number++] = (struct candidate){widen(x[j]), j};
+    }
+    return number;
+}
+
+/* Sort numbers of bf16 in ascending order of their ids by falling value, with room for as many behind
+   them: by the lower eight bits, then by the upper ones; equals keep their order. */
+static void sort(struct candidate *c, int64_t count) {
+    for (int shift = 16; shift < 32; shift += 8) {
+        const struct candidate *from = shift == 16 ? c : c + count;
+        struct candidate *to = shift == 16 ? c + count : c;
+        int64_t start[257] = {0};
+        for (int pass = 0; pass < 2; pass++) {
+            for (int64_t i = 0; i < count; i++) {
+                uint32_t bits;
+                memcpy(&bits, &from[i].value, sizeof bits);
+                const uint32_t key = (bits & 0x80000000u ? bits : ~bits & 0x7fffffffu) >> shift & 255;
+                if (pass) to[start[key]++] = from[i];
+                else start[key + 1]++;
+            }
+            for (int k = 1; k < 257 && !pass; k++) start[k] += start[k - 1];
+        }
+    }
+}
+
 int64_t sample(const bf16 *x, int64_t count, const struct sampling *s, float top, int64_t position) {
     if (s->top_k <= 0 && s->top_p >= 1 && s->min_p <= 0)
         return sample_all(x, count, s->temperature, hash(hash(0, s->seed), position));
-    struct candidate *found = malloc(count * sizeof *found);
+    struct candidate *found = malloc(2 * count * sizeof *found);
     if (!found) abort();
     const float mass = s->top_p < 1 ? mass_of(x, count, top, s->temperature) : 0;
     /* The tokens that matter are few: look for them further and further below the likeliest. */
     int64_t number = 0;
-    for (float depth = 8;; depth *= 2) {
+    for (float depth = 2;; depth *= 2) {
         const float floor = depth > 100 ? -INFINITY : top - depth * s->temperature;
         float sum = 0;
-        number = 0;
-        for (int64_t i = 0; i < count; i++)
-            if (widen(x[i]) >= floor) found[number++] = (struct candidate){widen(x[i]), i};
+        number = find(found, x, count, floor);
         for (int64_t i = 0; i < number && s->top_p < 1; i++)
             sum += expf((found[i].value - top) / s->temperature);
         const int has_top_k = s->top_k > 0 ? number >= s->top_k : 0;
@@ -194,7 +251,8 @@ int64_t sample(const bf16 *x, int64_t count, const struct sampling *s, float top
         const int needs_all = s->top_k > 0 || s->top_p < 1;
         if (has_top_k || has_top_p || (has_min_p && !needs_all) || floor == -INFINITY) break;
     }
-    const int64_t token = sample_candidates(found, number, s, mass, position);
+    sort(found, number);
+    const int64_t token = sample_sorted(found, number, s, mass, position);
     free(found);
     return token;
 }

@@ -22,8 +22,8 @@ struct candidate {
 int64_t sample(const bf16 *logits, int64_t count, const struct sampling *s, float top,
                int64_t position);
 
-/* The same among some tokens, which are reordered; `mass`: see sample.c, 0 if there are no others. */
-int64_t sample_candidates(struct candidate *c, int64_t count, const struct sampling *s, float mass,
+/* The same among some tokens, which are reordered. */
+int64_t sample_candidates(struct candidate *c, int64_t count, const struct sampling *s,
                           int64_t position);
 
 #endif
