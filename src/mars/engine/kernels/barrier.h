@@ -31,7 +31,7 @@ struct barrier {
 
 enum { SPINS = 500 }; /* 10 to 30 microseconds */
 
-static void wait_at(struct barrier *b, int64_t threads) {
+static inline void wait_at(struct barrier *b, int64_t threads) {
     const int64_t round = atomic_load_explicit(&b->round, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&b->arrived, 1, memory_order_acq_rel) == threads - 1) {
         atomic_store_explicit(&b->arrived, 0, memory_order_relaxed);
@@ -45,7 +45,7 @@ static void wait_at(struct barrier *b, int64_t threads) {
 }
 
 /* Add the nanoseconds since then to `spent`, and return the time; `since` 0: only this. */
-static int64_t note(int64_t *spent, int64_t since) {
+static inline int64_t note(int64_t *spent, int64_t since) {
     struct timespec now;
     timespec_get(&now, TIME_UTC);
     const int64_t nanoseconds = now.tv_sec * INT64_C(1000000000) + now.tv_nsec;

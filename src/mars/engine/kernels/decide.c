@@ -8,7 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "barrier.h"
 #include "sample.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 enum { CANDIDATES = 32 }; /* among which the draft head chooses */
 enum { STRETCH = 128 };   /* of logits, with a maximum of its own */
@@ -180,17 +184,12 @@ struct mask {
     struct candidate best[CANDIDATES];
 };
 
-/* What a mask says for itself: a draft; or, for the head, candidates and the hidden state's part of
-   the head's inner numbers. */
-static void read_mask(const struct decision *d, struct mask *m, float *inner, float *normed) {
+/* What a mask says for itself: a draft, or candidates for the head. */
+static void read_mask(const struct decision *d, struct mask *m) {
     const bf16 *logits = d->logits + m->output * d->vocabulary;
     const struct sampling *s = sampling_of(d, m->row);
-    if (inner) {
-        const struct head *h = d->head;
+    if (d->head && d->uses_head[m->row]) {
         m->found = largest(m->best, logits, d->vocabulary);
-        normalise(normed, d->hidden + m->output * d->width, d->width);
-        for (int64_t i = 0; i < h->inner; i++)
-            inner[i] = h->bias[i] + dot(h->from_hidden + i * d->width, normed, d->width);
         return;
     }
     const int64_t likeliest = argmax(logits, d->vocabulary), at = m->row * d->most + m->number;
@@ -200,41 +199,63 @@ static void read_mask(const struct decision *d, struct mask *m, float *inner, fl
     d->probability[at] = certainty(logits, d->vocabulary, top);
 }
 
-/* Drafts of one row, one after the other: the head sees the token before each. */
-static void draft_in_turn(const struct decision *d, struct mask *masks, int64_t num, float *inner,
-                          float *normed, float *corrected) {
+/* The draft of a mask whose last hidden state was corrected. */
+static int64_t choose_corrected(const struct decision *d, struct mask *m, const float *corrected,
+                                int64_t position) {
+    const struct sampling *s = sampling_of(d, m->row);
+    float top = -INFINITY, total = 0;
+    int64_t chosen = 0;
+    for (int64_t i = 0; i < m->found; i++) {
+        float *value = &m->best[i].value;
+        if (*value != -INFINITY) /* forbidden */
+            *value = dot_bf16(d->head->logit + m->best[i].id * d->width, corrected, d->width);
+        if (*value > top) top = *value, chosen = i;
+    }
+    for (int64_t i = 0; i < m->found; i++) total += expf(m->best[i].value - top);
+    d->probability[m->row * d->most + m->number] = 1.0f / total;
+    return s ? sample_candidates(m->best, m->found, s, position) : m->best[chosen].id;
+}
+
+/* Threads that take a share of one row each time, and what lies between them. */
+struct team {
+    struct barrier barrier;
+    float *inner, *corrected;
+};
+
+/* Drafts of one row, one after the other: the head sees the token before each. `normed` is the
+   thread's own. */
+static void draft_in_turn(const struct decision *d, struct mask *masks, int64_t num, struct team *t,
+                          float *normed, int64_t thread, int64_t threads) {
     const struct head *h = d->head;
+    float *of_token = normed + d->width, *inner = t->inner, *corrected = t->corrected;
     const int64_t width = d->width, row = masks->row;
-    const struct sampling *s = sampling_of(d, row);
     const int64_t position = d->sampling ? d->length[row] + d->accepted[row] + 1 : 0;
     int64_t previous = d->choice[d->real_start[row] + d->accepted[row]];
-    for (int64_t w = 0; w < num; w++, inner += h->inner) {
+    const int64_t begin = h->inner * thread / threads, end = h->inner * (thread + 1) / threads;
+    const int64_t head = width * thread / threads, tail = width * (thread + 1) / threads;
+    for (int64_t w = 0; w < num; w++) {
         struct candidate *best = masks[w].best;
         const int64_t found = masks[w].found;
         const bf16 *hidden = d->hidden + masks[w].output * width;
-        for (int64_t i = 0; i < found; i++)
+        for (int64_t i = 0; i < found && !thread; i++)
             for (int64_t k = 0; k < width; k += 32)
                 __builtin_prefetch(h->logit + best[i].id * width + k);
         /* z' = z + W_o silu(W_z z + b + W_e e) */
-        normalise(normed, h->embedding + previous * width, width);
-        for (int64_t i = 0; i < h->inner; i++) {
-            const float x = inner[i] + dot(h->from_token + i * width, normed, width);
+        normalise(normed, hidden, width);
+        normalise(of_token, h->embedding + previous * width, width);
+        for (int64_t i = begin; i < end; i++) {
+            const float own = h->bias[i] + dot(h->from_hidden + i * width, normed, width);
+            const float x = own + dot(h->from_token + i * width, of_token, width);
             inner[i] = x / (1.0f + expf(-x));
         }
-        for (int64_t i = 0; i < width; i++)
+        wait_at(&t->barrier, threads);
+        for (int64_t i = head; i < tail; i++)
             corrected[i] = widen(hidden[i]) + dot(h->output + i * h->inner, inner, h->inner);
-        float top = -INFINITY, total = 0;
-        int64_t chosen = 0;
-        for (int64_t i = 0; i < found; i++) {
-            float *value = &best[i].value;
-            if (*value != -INFINITY) /* forbidden */
-                *value = dot_bf16(h->logit + best[i].id * width, corrected, width);
-            if (*value > top) top = *value, chosen = i;
-        }
-        for (int64_t i = 0; i < found; i++) total += expf(best[i].value - top);
-        previous = s ? sample_candidates(best, found, s, position + w) : best[chosen].id;
-        d->draft[row * d->most + w] = previous;
-        d->probability[row * d->most + w] = 1.0f / total;
+        wait_at(&t->barrier, threads);
+        int64_t *draft = d->draft + row * d->most + w;
+        if (!thread) *draft = choose_corrected(d, masks + w, corrected, position + w);
+        wait_at(&t->barrier, threads);
+        previous = *draft;
     }
 }
 
@@ -262,28 +283,42 @@ int64_t mars_decide(const struct decision *d) {
             d->logits[o * d->vocabulary + d->forbidden] = 0xff80; /* -infinity */
 #pragma omp parallel for num_threads(d->threads) if (real > (d->sampling ? 1 : 2))
     for (int64_t o = 0; o < real; o++) d->choice[o] = choose_real(d, o);
-    const int64_t most = d->rows * d->most, numbers = inner + 2 * d->width;
+    const int64_t most = d->rows * d->most, threads = d->threads;
+    /* A team of all threads for every row, or one of each thread. */
+    const int64_t together = d->rows < threads ? threads : 1, teams = threads / together;
+    const int64_t numbers = round_up(inner + d->width + 2 * together * d->width, LANES);
     struct mask *masks = malloc(most * sizeof *masks + 1);
-    float *scratch = malloc(most * numbers * sizeof *scratch + 1);
+    float *scratch = malloc(teams * numbers * sizeof *scratch + 1);
+    struct team *team = aligned_alloc(64, teams * sizeof *team);
     int64_t *first = malloc((d->rows + 1) * sizeof *first), total = 0;
-    const int is_short = !masks || !scratch || !first;
+    const int is_short = !masks || !scratch || !team || !first;
     for (int64_t r = 0; r < d->rows && !is_short; r++) {
         first[r] = total;
         total += verify(d, r, masks + total);
         first[r + 1] = total;
     }
-    float *normed = scratch + most * inner, *corrected = normed + most * d->width;
-#pragma omp parallel for num_threads(d->threads) if (total > 1)
-    for (int64_t i = 0; i < total; i++) {
-        const int uses_head = d->head && d->uses_head[masks[i].row];
-        read_mask(d, masks + i, uses_head ? scratch + i * inner : NULL, normed + i * d->width);
+    for (int64_t i = 0; i < teams && total; i++) {
+        float *inner_of = scratch + i * numbers;
+        team[i] = (struct team){.inner = inner_of, .corrected = inner_of + inner};
     }
-#pragma omp parallel for num_threads(d->threads) if (d->rows > 1)
-    for (int64_t r = 0; r < (is_short ? 0 : d->rows); r++) {
-        const int64_t i = first[r], num = first[r + 1] - i, at = i * d->width;
-        if (num && d->head && d->uses_head[r])
-            draft_in_turn(d, masks + i, num, scratch + i * inner, normed + at, corrected + at);
+#pragma omp parallel for num_threads(threads) if (total > 1)
+    for (int64_t i = 0; i < total; i++) read_mask(d, masks + i);
+#pragma omp parallel num_threads(threads) if (total && d->head)
+    {
+        int64_t number = 0, all = 1;
+#ifdef _OPENMP
+        number = omp_get_thread_num(), all = omp_get_num_threads();
+#endif
+        const int64_t thread = together > 1 ? number : 0, members = together > 1 ? all : 1;
+        struct team *t = team + (together > 1 ? 0 : number);
+        for (int64_t r = together > 1 ? 0 : number; r < d->rows && total && d->head;
+             r += together > 1 ? 1 : all) {
+            const int64_t num = first[r + 1] - first[r];
+            if (num && d->uses_head[r])
+                draft_in_turn(d, masks + first[r], num, t,
+                              t->corrected + d->width + 2 * thread * d->width, thread, members);
+        }
     }
-    free(masks), free(scratch), free(first);
+    free(masks), free(scratch), free(team), free(first);
     return is_short;
 }

@@ -184,23 +184,21 @@ static void place_heads(const struct decoder *m, const struct step *s, struct sh
     SHARE(s->columns * m->heads, begin, end);
     for (int64_t i = begin; i < end; i++)
         turn(m, s, h->query + i * width, b->query_norm, i / m->heads);
-    const int64_t *columns = h->columns;
-    for (int64_t r = 0; r < s->rows; r++) {
-        const int64_t num = num_columns(s, r);
+    for (int64_t r = 0, start = 0, num; r < s->rows; r++, start += num) {
+        num = num_columns(s, r);
         for (int64_t g = (r + thread) % threads; g < 2 * heads; g += threads) {
             const int64_t head = (s->place[r] * heads + g / 2) * cached;
+            const int is_key = g % 2;
+            bf16 *to = (is_key ? s->keys : s->values)[layer] + head;
             for (int64_t i = 0; i < num; i++) {
-                const int64_t n = columns[i], slot = s->slot[n], from = (n * heads + g / 2) * width;
-                const int is_key = g % 2;
-                bf16 *to = (is_key ? s->keys : s->values)[layer] + head;
-                bf16 *x = (is_key ? h->key : h->value) + from;
+                const int64_t n = h->columns[start + i], slot = s->slot[n];
+                bf16 *x = (is_key ? h->key : h->value) + (n * heads + g / 2) * width;
                 if (is_key) turn(m, s, x, b->key_norm, n);
                 if (!m->in_units) memcpy(to + slot * width, x, width * sizeof *x);
                 else if (is_key) put_key(to, slot, x, width);
                 else put_value(to, slot, x, width);
             }
         }
-        columns += num;
     }
 }
 
@@ -363,10 +361,8 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
         parts[i] = memory + start;
     h->x = parts[0], h->normed = parts[1], h->query = parts[2], h->key = parts[3], h->value = parts[4];
     h->attended = parts[5], h->gate = parts[6], h->up = parts[7], h->output = parts[8];
-    h->visible = (uint8_t *)parts[9];
-    h->columns = (int64_t *)parts[10];
-    h->inner = parts[11], h->sums = (float *)parts[12];
-    h->taken = (int64_t *)parts[13];
+    h->visible = (uint8_t *)parts[9], h->columns = (int64_t *)parts[10];
+    h->inner = parts[11], h->sums = (float *)parts[12], h->taken = (int64_t *)parts[13];
     memset(h->inner, 0, sizes[11] * sizeof *memory);
     memset(h->taken, 0, m->num_blocks * sizeof *h->taken);
     /* 2. The columns of each row. */
