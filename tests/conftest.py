@@ -6,7 +6,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -77,10 +76,8 @@ def make_model(family: str = "llama", *, seed: int = 0, **overrides: object) -> 
 def cheap_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as on a machine where columns cost little: times of tiny models would say nothing.
 
-    The clock of the planner stands still, so that plans do not depend on this machine's hour; and
-    no test begins with what another one's rows were worth.
+    The clock of the planner stands still, so that plans do not depend on this machine's hour.
     """
-    monkeypatch.setattr("mars.decoding.scheduler._planners", WeakKeyDictionary())
     times = StepTimes(
         {1: Seconds({0: 0.010, 32: 0.012}, {}), 64: Seconds({0: 0.020, 256: 0.036}, {})}
     )

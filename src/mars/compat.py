@@ -55,14 +55,15 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def backend_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str] | None:
     """Return what decodes tokens in a stock tokenizer, without what is around it.
 
-    That takes as much time again. None if the tokenizer's class has a way of its own.
+    That takes as much time again. None if the tokenizer has a way of its own.
     """
     stock = PreTrainedTokenizerFast
     if not isinstance(tokenizer, stock):
         return None
-    names = ("decode", "_decode")
-    if any(getattr(type(tokenizer), name) is not getattr(stock, name) for name in names):
-        return None
+    for name in ("decode", "_decode"):
+        is_own = getattr(type(tokenizer), name) is not getattr(stock, name)
+        if is_own or name in vars(tokenizer):
+            return None
     return tokenizer.backend_tokenizer.decode
 
 

@@ -339,50 +339,6 @@ def test_a_dear_probe_of_masks_waits(has_padding: bool) -> None:
     assert abs(probed - max(_PROBE_EVERY, price / _LOOKING)) <= 2
 
 
-def test_what_an_earlier_planner_has_lost_is_not_risked_again() -> None:
-    table, plan = times(1.0, 0.05), RowPlan((1,) * 4)
-    earlier = ready(table)
-    while not earlier.is_pausing():
-        earlier.learn([plan], 1, table.seconds(1, 5))
-    assert not Planner(table).is_pausing()
-    assert Planner(table, earlier=earlier).is_pausing()
-    forwards = []
-    for planner in (Planner(table, earlier=earlier), Planner(table)):
-        planner.welcome(1.0)  # new rows may be worth more
-        forwards.append(0)
-        while not planner.is_pausing():
-            planner.learn([plan], 1, table.seconds(1, 5))
-            forwards[-1] += 1
-    assert 0 < forwards[0] < forwards[1] / 2
-
-
-def test_what_an_earlier_planner_has_saved_is_not_there_to_be_lost() -> None:
-    table, plan = times(1.0, 0.05), RowPlan((1,) * 4)
-    earlier = ready(table)
-    for _ in range(20):
-        earlier.learn([plan], 5, table.seconds(1, 5))
-    forwards = []
-    for planner in (Planner(table, earlier=earlier), Planner(table), earlier):
-        forwards.append(0)
-        while not planner.is_pausing():
-            planner.learn([plan], 1, table.seconds(1, 5))
-            forwards[-1] += 1
-    assert forwards[0] == forwards[1] < forwards[2]
-
-
-def test_a_planner_begins_with_the_times_that_an_earlier_one_has_seen() -> None:
-    table = times(1.0, 0.05)
-    earlier = ready(table)
-    for _ in range(50):
-        earlier.learn([RowPlan()], 1, 2.1)
-        earlier.learn([RowPlan((1,))], 1, 2.3)
-    clocks = Planner(table, earlier=earlier)._clock, Planner(table, earlier=earlier)._clock
-    assert clocks[0].alone(1) == earlier._clock.alone(1) == pytest.approx(2.1, rel=0.1)
-    assert clocks[0].slope(0) == earlier._clock.slope(0) > 2
-    clocks[0].note(1, 2, 0, 1.0)
-    assert clocks[0].slope(0) != clocks[1].slope(0) == earlier._clock.slope(0)
-
-
 def test_rows_with_plans_of_their_own_do_not_keep_it_from_starting() -> None:
     fixed = [RowPlan((1,), (), 0)]
     assert Planner(FREE).plan([candidate(0.9)]) == [RowPlan()]
@@ -462,6 +418,23 @@ def test_new_rows_end_a_rest_sooner() -> None:
         waited += 1
         planner.welcome(waited % 20 == 0)
     assert waited < rest / 2
+
+
+@pytest.mark.parametrize(("temperature", "most"), [(0.0, _FIRST_MASKS), (2.0, 0), (1e300, 0)])
+def test_a_row_starts_without_masks_where_hardly_a_draft_can_be_right(
+    temperature: float, most: int
+) -> None:
+    forecast = Forecast.at_temperature(temperature)
+    (plan,) = ready(times(1.0, 0.05)).plan([candidate(forecast=forecast)])
+    assert plan.window == most
+    forecast.learn((), 0, [Draft(1, 0.9)])
+    assert forecast.at(0) > 0.25, "it is a prior only"
+
+
+def test_the_prior_is_what_was_measured() -> None:
+    for temperature, share in ((0.0, 1.0), (0.7, 0.8), (1.0, 0.5), (1.3, 0.2), (2.0, 0.01)):
+        forecast = Forecast.at_temperature(temperature)
+        assert forecast.at(0) / Forecast().at(0) == pytest.approx(share, abs=0.1)
 
 
 def test_a_row_starts_with_few_masks() -> None:

@@ -1,7 +1,7 @@
 """What forwards really take: the times of a table, corrected by those that were measured."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 STALL = 1.3  # what takes so many times as long as expected is another process's doing
 _FADING = 0.97  # of times measured, per forward
@@ -23,11 +23,6 @@ class Clock:
         self._alone = 1.0
         # Whether a forward that fed nothing was measured: the table may be of a busy hour.
         self.is_set = False
-
-    def follow(self, earlier: "Clock") -> None:
-        """Begin with what another one has found out."""
-        self._more = replace(earlier._more[0]), replace(earlier._more[1])
-        self._alone, self.is_set = earlier._alone, earlier.is_set
 
     def slope(self, masks: int) -> float:
         """Return how much longer than in the table more columns take, so many masks among them."""

@@ -192,16 +192,10 @@ class Planner:
         is_closing: whether nobody follows when one of the rows ends.
     """
 
-    def __init__(
-        self, times: Times, *, has_padding: bool = False, earlier: "Planner | None" = None
-    ) -> None:
+    def __init__(self, times: Times, *, has_padding: bool = False) -> None:
         """Plan with the times of a machine.
 
-        Args:
-            times: of it.
-            has_padding: a forward computes as many columns for every row as for the longest.
-            earlier: planned for the same model and as many rows before. What its drafts have lost
-                is not risked again; what they have saved is no licence to lose it.
+        `has_padding` says that a forward computes as many columns for every row as for the longest.
         """
         self._seconds = lru_cache(maxsize=1 << 14)(times.seconds)
         self._has_padding = has_padding
@@ -217,10 +211,6 @@ class Planner:
         self._was_asked = False  # for the forward that runs
         self._asking = 0.0  # what it takes to ask rows and plan, in forwards that feed nothing
         self.is_closing = False
-        if earlier is not None:
-            self._account, self._unprobed = min(0.0, earlier._account), earlier._unprobed
-            self._speedup, self._extra = earlier._speedup, earlier._extra
-            self._clock.follow(earlier._clock)
 
     def welcome(self, share: float) -> None:
         """Take in that such a share of the rows is new: their drafts may be worth more."""

@@ -70,8 +70,11 @@ class Row:
     """What penalties look at; made when they are first needed."""
     is_over: bool = False
     """Whether it has ended or failed."""
-    forecast: Forecast = field(default_factory=Forecast)
+    forecast: Forecast = field(init=False)
     """What its drafts are worth."""
+
+    def __post_init__(self) -> None:
+        self.forecast = Forecast.at_temperature(self.progress.request.options.temperature)
 
     def candidate(self) -> Candidate:
         """Say what the row could feed."""

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -28,9 +27,6 @@ from mars.decoding.step import StepParams
 from mars.decoding.stop import FinishReason
 from mars.engine.runner import Runner
 from mars.engine.step_times import step_times
-
-# The latest of each model, by the most rows.
-_planners: WeakKeyDictionary[PreTrainedModel, dict[int, Planner]] = WeakKeyDictionary()
 
 
 class _Waiting(NamedTuple):
@@ -230,9 +226,7 @@ class Scheduler:
         new = sum(self._num_unread(number) > 1 for number in range(first, first + count))
         if self._planner is None and any(row.is_planned_together for row in progress):
             times = step_times(self._runner.model, self._max_rows, decide_made_up)
-            earlier = _planners.setdefault(self._runner.model, {}).get(self._max_rows)
-            self._planner = Planner(times, has_padding=self._runner.has_padding, earlier=earlier)
-            _planners[self._runner.model][self._max_rows] = self._planner
+            self._planner = Planner(times, has_padding=self._runner.has_padding)
         started = time.perf_counter()
         candidates = self._candidates_of(rows, new)
         plans = self._plan(progress, candidates)

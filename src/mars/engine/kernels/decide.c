@@ -298,8 +298,8 @@ int64_t mars_decide(const struct decision *d) {
         first[r + 1] = total;
     }
     for (int64_t i = 0; i < teams && total; i++) {
-        float *inner_of = scratch + i * numbers;
-        team[i] = (struct team){.inner = inner_of, .corrected = inner_of + inner};
+        float *start = scratch + i * numbers;
+        team[i] = (struct team){.inner = start, .corrected = start + inner};
     }
 #pragma omp parallel for num_threads(threads) if (total > 1)
     for (int64_t i = 0; i < total; i++) read_mask(d, masks + i);
@@ -309,14 +309,13 @@ int64_t mars_decide(const struct decision *d) {
 #ifdef _OPENMP
         number = omp_get_thread_num(), all = omp_get_num_threads();
 #endif
-        const int64_t thread = together > 1 ? number : 0, members = together > 1 ? all : 1;
-        struct team *t = team + (together > 1 ? 0 : number);
-        for (int64_t r = together > 1 ? 0 : number; r < d->rows && total && d->head;
-             r += together > 1 ? 1 : all) {
-            const int64_t num = first[r + 1] - first[r];
-            if (num && d->uses_head[r])
-                draft_in_turn(d, masks + first[r], num, t,
-                              t->corrected + d->width + 2 * thread * d->width, thread, members);
+        const int64_t members = together > 1 ? all : 1, mine = number / members;
+        const int64_t thread = number % members, rows = total && d->head ? d->rows : 0;
+        for (int64_t r = mine; r < rows; r += all / members) {
+            float *normed = team[mine].corrected + (1 + 2 * thread) * d->width;
+            if (first[r + 1] > first[r] && d->uses_head[r])
+                draft_in_turn(d, masks + first[r], first[r + 1] - first[r], team + mine, normed, thread,
+                              members);
         }
     }
     free(masks), free(scratch), free(team), free(first);
