@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mars.decoding.drafts import Draft
 
 _PRIOR_SURVIVAL = (0.65, 0.42, 0.27, 0.17)  # of drafts of masks, by offset (docs/log.md)
-# Of what it is where the row is greedy, 1 / (1 + T^6) is left at temperature T. Measured: 0.8 at 0.7,
+# Of what it is for greedy rows, 1 / (1 + T^6) is left at temperature T. Measured: 0.8 at 0.7,
 # 0.5 at 1, 0.2 at 1.3, 0.05 at 1.6, 0.01 at 2 (docs/log.md).
 _POWER = 6
 _DECAY = 0.9  # of what a row has shown, per forward
