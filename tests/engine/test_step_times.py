@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -88,6 +89,7 @@ class Machine:
     def start_process(self) -> None:
         """Forget what only this process knows."""
         self._monkeypatch.setattr("mars.engine.step_times._trusted", set())
+        self._monkeypatch.setattr("mars.engine.step_times._latest", WeakKeyDictionary())
         self.calls.clear()
 
     def _measure(self, rows: int, drafts: int, masks: int) -> float:
@@ -115,6 +117,21 @@ def test_what_is_known_is_not_measured_again(machine: Machine) -> None:
     assert not machine.calls
     machine.times(make_model(hidden_size=64), 1)
     assert machine.calls, "another model, another table"
+
+
+def test_the_file_is_read_again_for_another_purpose(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    times = machine.times(model, 1)
+    assert machine.times(model, 1) is times
+    machine.calls.clear()
+    assert machine.times(model.to(torch.float64), 1) is not times
+    assert machine.calls, "another dtype, another table"
+    monkeypatch.setenv("MARS_HOME", str(tmp_path / "other"))
+    machine.calls.clear()
+    machine.times(model, 1)
+    assert machine.calls, "another folder, another table"
 
 
 def test_another_process_checks_the_table_once(machine: Machine) -> None:

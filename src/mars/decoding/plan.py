@@ -53,10 +53,14 @@ class RowPlan:
         return len(self.groups) * self.window
 
 
+NO_PLAN = RowPlan()
+"""The last token alone."""
+
+
 def plan_threshold(*, window: int, budget: int) -> RowPlan:
     """Plan a step of the threshold mode: no mask whose token the budget has no room for."""
     window = min(window, budget - 1)
-    return RowPlan(groups=(0,), window=window) if window > 0 else RowPlan()
+    return RowPlan(groups=(0,), window=window) if window > 0 else NO_PLAN
 
 
 def plan_exact(

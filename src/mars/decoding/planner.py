@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from mars.decoding.clock import STALL, Clock
 from mars.decoding.drafts import Draft, accept_probabilities, cut_drafts
 from mars.decoding.forecast import Forecast, survivals
-from mars.decoding.plan import MOST_COLUMNS, RowPlan
+from mars.decoding.plan import MOST_COLUMNS, NO_PLAN, RowPlan
 
 _FIRST_MASKS = 2  # most per group, and groups, before a draft of the row was right
 _PROBE_EVERY = 64  # forwards without masks after which a row gets some, to see whether they pay ...
@@ -69,7 +69,7 @@ class Choice(NamedTuple):
     gain: float
 
 
-NO_CHOICE = Choice(RowPlan(), 0.0)
+NO_CHOICE = Choice(NO_PLAN, 0.0)
 
 
 def choose(row: Candidate, price: float) -> Choice:
@@ -238,7 +238,7 @@ class Planner:
         count, self._was_asked = len(rows) + len(fixed), True
         is_unclear = self._fed >= _CHECK_EVERY and self._account < _MOST / 2
         if not any(map(_length, fixed)) and (is_unclear or not self._clock.is_set):
-            return [RowPlan()] * len(rows)  # to see how long that takes
+            return [NO_PLAN] * len(rows)  # to see how long that takes
         rate = self._speedup * count / (self._clock.alone(count) * self._worth(count))
         cost = _Cost(self._clock, rate, fixed, count, has_padding=self._has_padding)
         price = rate * self._slope(count, count + sum(map(_length, fixed)))
@@ -246,7 +246,7 @@ class Planner:
         if any(row.window and row.forecast.worth(0) > 2 * price for row in rows):
             ways.append([choose(row, price) for row in rows])  # masks may pay
         profit, best = max(((cost.profit(way), way) for way in ways), key=lambda pair: pair[0])
-        plans = [c.plan for c in best] if profit > 0 else [RowPlan()] * len(rows)
+        plans = [c.plan for c in best] if profit > 0 else [NO_PLAN] * len(rows)
         plans = self._probe(rows, plans)
         self._in_vain = 0 if any(map(_length, plans)) else self._in_vain + 1
         longest = min(_LONGEST_WAIT, int(self._asking / _LOOKING))

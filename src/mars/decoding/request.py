@@ -9,7 +9,7 @@ import torch
 
 from mars.decoding.drafts import MOST_NGRAM_DRAFTS, Draft, NgramIndex, cut_drafts, merge_drafts
 from mars.decoding.options import DecodingOptions, Mode
-from mars.decoding.plan import RowPlan, plan_exact, plan_threshold
+from mars.decoding.plan import NO_PLAN, RowPlan, plan_exact, plan_threshold
 from mars.decoding.stop import Decode, FinishReason, StopChecker, StopRules
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -43,11 +43,14 @@ class Request:
     stop_hook: StopHook | None = None
     """Asked after every committed token."""
 
-    @property
-    def mode(self) -> Mode:
-        """`ar` if no draft can be committed, whatever was asked for."""
-        has_drafts = self.window > 0 or (self.options.mode == "exact" and self.options.ngram)
-        return self.options.mode if has_drafts and not self.options.is_ar else "ar"
+    mode: Mode = field(init=False)
+    """`ar` if no draft can be committed, whatever was asked for."""
+
+    def __post_init__(self) -> None:
+        options = self.options
+        has_drafts = self.window > 0 or (options.mode == "exact" and options.ngram)
+        mode = options.mode if has_drafts and not options.is_ar else "ar"
+        object.__setattr__(self, "mode", mode)
 
     @property
     def is_plain(self) -> bool:
@@ -173,10 +176,8 @@ class Progress:
     @property
     def is_planned_together(self) -> bool:
         """Whether what the next forward feeds depends on what it costs (layout `auto`)."""
-        is_first = self.stop.num_tokens == 0
-        return (
-            self.request.mode == "exact" and self.request.options.layout == "auto" and not is_first
-        )
+        request, is_first = self.request, self.stop.num_tokens == 0
+        return request.mode == "exact" and request.options.layout == "auto" and not is_first
 
     @property
     def budget(self) -> int:
@@ -199,7 +200,7 @@ class Progress:
         if self.request.mode == "ar" or (self.request.mode == "exact" and is_first):
             # The prompt is read by the same forward in both modes: in half precision, products of
             # other shapes would leave other bits in the cache.
-            return RowPlan()
+            return NO_PLAN
         if self.request.mode == "threshold":
             return plan_threshold(window=window, budget=self.budget)
         return plan_exact(

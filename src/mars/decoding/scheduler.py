@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from mars.decoding.decision import Decision
 from mars.decoding.plain import decide_made_up, decide_outputs
-from mars.decoding.plan import RowPlan
+from mars.decoding.plan import NO_PLAN, RowPlan
 from mars.decoding.planner import NOTHING, Candidate, Planner
 from mars.decoding.request import Progress, Request
 from mars.decoding.row import Event, GuardedHook, Row
@@ -269,10 +269,11 @@ class Scheduler:
         self, rows: Sequence[Progress], candidates: Sequence[Candidate | None]
     ) -> list[RowPlan]:
         """Plan a forward: the rows in the layout `auto` together, the others for themselves."""
-        fixed = [row.plan() if c is None else None for row, c in zip(rows, candidates, strict=True)]
+        pairs = zip(rows, candidates, strict=True)
         together = [candidate for candidate in candidates if candidate is not None]
         if not together or together[0] is NOTHING or self._planner is None:
-            return [plan or RowPlan() for plan in fixed]
+            return [row.plan() if c is None else NO_PLAN for row, c in pairs]
+        fixed = [row.plan() if c is None else None for row, c in pairs]
         planned = iter(self._planner.plan(together, [plan for plan in fixed if plan is not None]))
         return [next(planned) if plan is None else plan for plan in fixed]
 

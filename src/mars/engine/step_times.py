@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -43,6 +44,8 @@ Decide = Callable[[Outputs | FlatOutputs, PreTrainedModel, Sequence[RowPlan]], o
 
 # Rows of tables that this process has measured or checked.
 _trusted: set[tuple[Path, int]] = set()
+# The latest table of a model, and what it is for: looking into the file takes longer than a token.
+_latest: WeakKeyDictionary[PreTrainedModel, tuple[tuple, "StepTimes"]] = WeakKeyDictionary()
 
 
 class Seconds(NamedTuple):
@@ -131,7 +134,12 @@ def step_times(
     than the table says, they are measured again; if it takes longer, the machine is busy now, and
     the table stays.
     """
-    path = cache_folder() / "step-times" / f"{_key(model)}.json"
+    folder = cache_folder()
+    purpose = max_rows, folder, id(attached_adapter(model)), model.dtype, model.device
+    purpose = *purpose, torch.get_num_threads()
+    if model in _latest and _latest[model][0] == purpose:
+        return _latest[model][1]
+    path = folder / "step-times" / f"{_key(model)}.json"
     known = _read(path)
     needed = [rows for rows in _ROWS if rows < max_rows]
     needed.append(next((rows for rows in _ROWS if rows >= max_rows), _ROWS[-1]))
@@ -148,7 +156,9 @@ def step_times(
     if has_changed:
         _write(path, known)
     _trusted.update((path, rows) for rows in unsure)
-    return StepTimes(known)
+    times = StepTimes(known)
+    _latest[model] = purpose, times
+    return times
 
 
 def _measure(rows: int, most_masks: int, measure: Measure) -> Seconds:
