@@ -282,7 +282,7 @@ def test_rows_that_have_nothing_to_feed_are_asked_less_often() -> None:
     planner, asked = ready(DEAR), []
     for number in range(60):
         if number == 40:
-            planner.welcome(0.1)
+            planner.welcome(1, 10)
         if not planner.is_pausing():
             asked.append(number)
             assert planner.plan([candidate(0.1, window=0)]) == [RowPlan()]
@@ -416,7 +416,7 @@ def test_new_rows_end_a_rest_sooner() -> None:
     while planner.is_pausing():
         planner.learn([RowPlan()], 1, 2.0)
         waited += 1
-        planner.welcome(waited % 20 == 0)
+        planner.welcome(int(waited % 20 == 0), 1)
     assert waited < rest / 2
 
 

@@ -27,8 +27,8 @@ _LOOKING = 0.002  # ... or more, that this and asking rows in vain take no large
 _LEAST_RETURN = 1.1  # forecasts err: so much more than it costs must bring what is fed
 # What drafts have saved, less what they have cost, is an account in forwards that feed nothing. It
 # may be overdrawn by so many at one row, and by less where the luck of several evens out. What is
-# put aside of every forward, and where all rows are new, pays for another try, once it is enough.
-# More than the most is forgotten.
+# put aside of every forward, and where all rows are new (less of them, too), pays for another try,
+# once it is enough. More than the most is forgotten.
 _CREDIT, _MOST = 1.5, 30.0
 _TRY, _ALLOWANCE, _NEW = 0.5, 0.006, 0.5
 # Rows that had nothing to feed are asked again after 1, 2, 4, at most so many forwards; every time
@@ -185,6 +185,11 @@ def _choose_drafts(rows: Sequence[Candidate], cost: _Cost) -> list[Choice]:
     return [_feed(row, row.drafts[:count]) for row, count in zip(rows, counts, strict=True)]
 
 
+def _luck(rows: int) -> float:
+    """Return how much of one row's luck is left where so many share a forward."""
+    return rows**-0.4
+
+
 class Planner:
     """Plans the rows of a forward together: they share its time.
 
@@ -212,10 +217,10 @@ class Planner:
         self._asking = 0.0  # what it takes to ask rows and plan, in forwards that feed nothing
         self.is_closing = False
 
-    def welcome(self, share: float) -> None:
-        """Take in that such a share of the rows is new: their drafts may be worth more."""
-        self._account = min(_MOST, self._account + _NEW * share)
-        if share > 0:
+    def welcome(self, new: int, rows: int) -> None:
+        """Take in that so many of the rows are new: their drafts may be worth more."""
+        self._account = min(_MOST, self._account + _NEW * _luck(rows) * new / rows)
+        if new:
             self._in_vain = self._wait = 0
 
     def is_pausing(self) -> bool:
@@ -287,7 +292,7 @@ class Planner:
         if any(map(_length, plans)):
             columns, masks = self._columns(plans), sum(plan.num_masks for plan in plans)
             expected = self._clock.all(count, columns, masks)
-        self._credit = _CREDIT * (1 + 1 / count) / 2
+        self._credit = _CREDIT * _luck(count)
         self._fed = self._fed + 1 if columns > count else 0
         self._unprobed = 0 if masks else self._unprobed + 1
         if seconds is not None:

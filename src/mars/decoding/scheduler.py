@@ -256,7 +256,7 @@ class Scheduler:
         are_planned = [row.progress.is_planned_together for row in rows]
         if self._planner is None:
             return [None] * len(rows)
-        self._planner.welcome(new / len(rows))
+        self._planner.welcome(new, len(rows))
         self._planner.is_closing = self._all_known and not self._waiting
         if not any(are_planned):
             return [None] * len(rows)
