@@ -31,6 +31,8 @@ SETTINGS = [
     {"temperature": 4.0, "top_p": 0.993, "seed": 5},
     {"temperature": 1.3, "min_p": 0.06, "seed": 6},
     {"temperature": 2.0, "min_p": 1e-9, "seed": 7},
+    {"temperature": 0.001, "seed": 8},
+    {"temperature": 0.001, "top_k": 30, "seed": 9},
     {"temperature": 1.1, "top_k": 20, "top_p": 0.81, "min_p": 0.02, "seed": 2**60},
 ]
 

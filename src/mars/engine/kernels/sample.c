@@ -119,6 +119,7 @@ static int64_t filter(const struct candidate *c, int64_t count, const struct sam
    u <= exp(logit / temperature - bound). So few tokens need their noise. SLACK is for rounding. */
 #define MOST_NOISE 28.5f
 #define SLACK 1.001f
+static float doubt(float score) { return fabsf(score) * 0x1p-21f; } /* rounding of large ones */
 
 /* Choose among candidates, which fall. */
 static int64_t sample_sorted(const struct candidate *c, int64_t count, const struct sampling *s,
@@ -128,7 +129,7 @@ static int64_t sample_sorted(const struct candidate *c, int64_t count, const str
     int64_t best = c[0].id;
     float most = -INFINITY;
     for (int64_t i = 0; i < count; i++) {
-        const float value = c[i].value / s->temperature, gap = value - most;
+        const float value = c[i].value / s->temperature, gap = value - most + doubt(most);
         if (gap < -MOST_NOISE) break;
         const float u = (float)(hash(state, c[i].id) >> 24) * 0x1p-40f;
         if (gap < 0 && u > SLACK * expf(gap)) continue;
@@ -155,8 +156,9 @@ static int64_t sample_all(const bf16 *x, int64_t count, float temperature, uint6
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
         const uvec pairs = *(const anywhere *)(x + i);
         const vec value[2] = {low(pairs), high(pairs)};
+        const float least = bound - doubt(bound);
         for (int h = 0; h < 2; h++) {
-            const vec gap = value[h] * inverse - bound;
+            const vec gap = value[h] * inverse - least;
             if (!any(gap > -MOST_NOISE)) continue;
             const vec bits = upper_bits16(state, i + h + even, i + h + even + 16);
             const vec most_u = exp16(choose(gap > 0.0f, splat(0.0f), gap)) * SLACK;
