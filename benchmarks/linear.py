@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.vectors:
         os.environ["MARS_KERNELS"] = "avx512"
-    name = ("none", "AVX-512 BF16", "AMX")[linear_path()]
+    name = ("none", "AVX-512 BF16", "AMX")[linear_path(torch.bfloat16)]
     print(json.dumps({"environment": describe_environment(), "kernel": name}))
     for outputs, inputs in SHAPES:
         layers = layers_of(outputs, inputs)

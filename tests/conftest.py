@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from mars.checkpoint import Checkpoint, MarsConfig
 from mars.decoding.plan import RowPlan
 from mars.decoding.planner import Planner
+from mars.engine.decoder import FusedDecoder
 from mars.engine.step_times import Seconds, StepTimes
 
 torch.set_num_threads(max(1, min(2, torch.get_num_threads())))
@@ -89,6 +90,12 @@ def cheap_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     learn_without = Planner.learn
     monkeypatch.setattr("mars.decoding.scheduler.Planner.learn", learn)
+
+
+@pytest.fixture
+def stock_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run models through their own forward where our decoder could."""
+    monkeypatch.setattr(FusedDecoder, "of", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def test_by_default_the_dtype_is_the_stored_one_if_it_is_fast(
 ):
     plain.model.to(stored)
     plain.save(tmp_path)
-    monkeypatch.setattr("mars.checkpoint.linear_path", lambda: int(has_kernels))
+    monkeypatch.setattr("mars.checkpoint.linear_path", lambda _: int(has_kernels))
     assert load(tmp_path, device="cpu").model.dtype == expected
 
 
@@ -322,7 +322,8 @@ def test_a_full_vocabulary_gets_one_row(tmp_path, tied):
     assert model.config.vocab_size == 12
     output = model.get_output_embeddings().weight
     assert torch.allclose(output[11], mean_of_others(output, 11), atol=1e-6)
-    assert torch.equal(model(ids).logits[..., :11], before)
+    # Nearly: a product with more outputs may add up in another order.
+    torch.testing.assert_close(model(ids).logits[..., :11], before, rtol=1e-6, atol=1e-6)
     checkpoint.save(tmp_path)
     loaded = load(tmp_path, device="cpu")
     assert loaded.mask_token_id == 11

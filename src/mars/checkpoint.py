@@ -251,9 +251,9 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def _best_dtype(config: Any, device: torch.device) -> torch.dtype:
     """Return the precision that weights are stored in, if the device computes in it."""
     stored: torch.dtype | None = getattr(config, "dtype", None)
-    if stored is None or (device.type == "cpu" and (stored != torch.bfloat16 or not linear_path())):
+    if device.type == "cpu" and (stored != torch.bfloat16 or not linear_path(stored)):
         return torch.float32
-    return stored
+    return torch.float32 if stored is None else stored
 
 
 def _from_pretrained(auto_class: Any, source: str, **kwargs: Any) -> Any:

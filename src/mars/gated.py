@@ -325,7 +325,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, base: str) -> Ga
     # On a CPU, small products take half the time in float32 (docs/log.md), except by our kernel,
     # which serves the LoRA.
     is_cpu = model.device.type == "cpu"
-    dtype = torch.float32 if is_cpu and not linear_path() else model.dtype
+    dtype = torch.float32 if is_cpu and not linear_path(model.dtype) else model.dtype
     adapter.load(Path(folder) / WEIGHTS_FILE, dtype)
     if adapter.head is not None and is_cpu:
         adapter.head.float()

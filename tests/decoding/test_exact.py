@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mars.checkpoint import Checkpoint
 from mars.counter import uniform
-from mars.decoding import plain
+from mars.decoding import plain, scheduler
 from mars.decoding.decision import Decision
 from mars.decoding.drafts import Draft
 from mars.decoding.generate import generate, prepare, stream
@@ -152,6 +152,7 @@ def test_exact_with_a_gated_adapter_says_what_its_base_model_says(
     check_batch(headed_drafter, rows, batch_size)
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_draft_head_sees_the_token_before_each_draft(headed_drafter: Checkpoint) -> None:
     """A slow computation of the drafts of one step, mask by mask."""
     model, adapter = headed_drafter.model, headed_drafter.adapter
@@ -271,10 +272,10 @@ def test_exact_equals_transformers(
 
 def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what masks predict by what is true, spoilt with probability 1/4 at every token."""
-    decide = plain.decide
+    decide = scheduler.decide_outputs
 
-    def spoilt(real: Any, masks: Any, rows: Any, plans: Any, *rest: Any) -> list[Decision]:
-        decisions = decide(real, masks, rows, plans, *rest)
+    def spoilt(outputs: Any, model: Any, rows: Any, plans: Any, *rest: Any) -> list[Decision]:
+        decisions = decide(outputs, model, rows, plans, *rest)
         replaced = []
         for row, plan, decision in zip(rows, plans, decisions, strict=True):
             start = len(row.tokens) + len(decision.tokens)
@@ -287,7 +288,7 @@ def draft_from(answers: dict[tuple[int, ...], list[int]], monkeypatch: pytest.Mo
             replaced.append(dataclasses.replace(decision, drafts=drafts if has_group else []))
         return replaced
 
-    monkeypatch.setattr(plain, "decide", spoilt)
+    monkeypatch.setattr(scheduler, "decide_outputs", spoilt)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -398,6 +399,7 @@ def test_hooks_see_the_tokens_of_ar(drafter: Checkpoint) -> None:
     assert exact[0].tokens_per_forward > 1
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_one_transfer_to_the_host_per_step(
     drafter: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

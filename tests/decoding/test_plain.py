@@ -20,7 +20,10 @@ from mars.engine.runner import FlatOutputs
 from tests.conftest import make_model
 
 WIDTH = 40
-needs_kernel = pytest.mark.skipif(load_kernels() is None, reason="no C compiler")
+DTYPES = [torch.bfloat16, torch.float32]
+needs_kernel = pytest.mark.skipif(
+    any(load_kernels(dtype) is None for dtype in DTYPES), reason="no C compiler"
+)
 MODEL = make_model()
 
 
@@ -77,8 +80,12 @@ def steps(draw: st.DrawFn) -> tuple[FlatOutputs, list[RowPlan], int | None]:
     num_real, num_masks = [len(p.drafts) + 1 for p in plans], [p.num_masks for p in plans]
     count = sum(num_real) + sum(num_masks)
     ranks = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(count)])
-    logits = (0x3F80 + ranks).to(torch.int16).view(torch.bfloat16)  # consecutive from 1 on
-    hidden = torch.randn(count, WIDTH, generator=generator).bfloat16()
+    dtype = draw(st.sampled_from(DTYPES))
+    if dtype == torch.bfloat16:
+        logits = (0x3F80 + ranks).to(torch.int16).view(torch.bfloat16)  # consecutive from 1 on
+    else:
+        logits = (ranks - vocabulary // 3) * 0.00390637  # of both signs, with many places
+    hidden = torch.randn(count, WIDTH, generator=generator).to(dtype)
     start, drafted = 0, []
     for plan, real in zip(plans, num_real, strict=True):
         said = logits[start : start + real].clone()
@@ -181,7 +188,8 @@ def test_the_draft_head_corrects_as_in_the_slow_way(step, seed: int, count: int)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     vocabulary = outputs.logits_OV.shape[1]
     embedding, output = (
-        torch.randn(vocabulary, WIDTH, generator=generator).bfloat16() for _ in range(2)
+        torch.randn(vocabulary, WIDTH, generator=generator).to(outputs.hidden_OD.dtype)
+        for _ in range(2)
     )
     with pytest.MonkeyPatch.context() as patch:
 

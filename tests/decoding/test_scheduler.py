@@ -18,7 +18,12 @@ from mars.decoding.row import Event
 from mars.decoding.scheduler import Scheduler
 from mars.engine.runner import Runner
 from tests.decoding.test_exact import all_options, prompt_ids, what_is_said
-from tests.engine.test_decoder import bf16_model, needs_kernel, tokens_of
+from tests.engine.test_decoder import (
+    dtype,  # noqa: F401  # a fixture
+    needs_kernel,
+    small_model,
+    tokens_of,
+)
 
 MASK = 3
 
@@ -143,7 +148,7 @@ def test_a_request_says_the_same_whoever_comes_and_goes(
 
 @needs_kernel
 def test_the_fused_decoder_keeps_rows_apart_bit_by_bit(llama: Checkpoint) -> None:
-    checkpoint = dataclasses.replace(llama, model=bf16_model())
+    checkpoint = dataclasses.replace(llama, model=small_model())
     script = [
         Arrival(
             tokens_of(number, 1 + 23 * number % 60),
@@ -182,6 +187,7 @@ def shapes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return seen
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_a_long_prompt_lets_running_rows_go_on_after_every_chunk(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,18 +204,19 @@ def test_a_long_prompt_lets_running_rows_go_on_after_every_chunk(
     assert run.order == [1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "together"), [("float32", False), pytest.param("bfloat16", True, marks=needs_kernel)]
-)
+@needs_kernel
+@pytest.mark.parametrize("together", [False, True])
 def test_running_rows_come_along_when_prompts_are_read_without_padding(
-    llama: Checkpoint, dtype: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    llama: Checkpoint, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed = []
     run_rows = Runner.run
     monkeypatch.setattr(
         Runner, "run", lambda self, *a: fed.append((a[0], len(a[1]))) or run_rows(self, *a)
     )
-    model = bf16_model() if together else llama.model
+    model = small_model()
+    if not together:
+        model.register_forward_hook(lambda *_: None)  # the stock forward must run
     checkpoint = dataclasses.replace(llama, model=model)
     run = Run(checkpoint, {})
     options = DecodingOptions(mode="ar", max_new_tokens=6, ignore_eos=True)
@@ -218,6 +225,7 @@ def test_running_rows_come_along_when_prompts_are_read_without_padding(
     assert fed[: 3 + len(joined)] == [(0, 1)] * 3 + joined
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_without_a_limit_prompts_are_read_at_once(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +260,7 @@ def test_many_short_prompts_do_not_starve_running_rows_either(
     assert run.order == [*range(1, 30), 0], "first come, first served"
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_rows_that_leave_while_another_reads_its_prompt(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +365,7 @@ def test_decode_raises_what_a_hook_raises(llama: Checkpoint) -> None:
         list(decode(llama.model, requests, mask_token_id=MASK))
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_after_a_failed_forward_the_waiting_go_on(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """The decoder in one call: what the stock model computes, the same bits in any company."""
 
 import copy
+from functools import lru_cache
 from itertools import pairwise
 
 import pytest
@@ -17,16 +18,22 @@ from mars.engine.runner import FlatOutputs, Runner
 from mars.gated import GatedAdapter, GatedConfig
 from tests.conftest import make_model
 
-BF16 = torch.bfloat16
+DTYPE = torch.bfloat16  # of models; the fixture `dtype` sets it
 FUSED = ["llama", "qwen2", "qwen3", "mistral"]
 MOST_POSITIONS = 160
 
-needs_kernel = pytest.mark.skipif(
-    linear_path() == 0, reason="no C compiler, no AVX-512 BF16, or switched off"
-)
+needs_kernel = pytest.mark.usefixtures("dtype")
 
 
-def bf16_model(family: str = "llama", **overrides: object) -> PreTrainedModel:
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use models in bfloat16, then in float32 with weights that are numbers of bfloat16."""
+    if not linear_path(request.param):
+        pytest.skip("no C compiler, no such instructions, or switched off")
+    monkeypatch.setitem(globals(), "DTYPE", request.param)
+
+
+def small_model(family: str = "llama", **overrides: object) -> PreTrainedModel:
     """Build a model of odd sizes: heads of one and a half vectors, three per key-value head."""
     sizes = {
         "hidden_size": 84,
@@ -35,13 +42,13 @@ def bf16_model(family: str = "llama", **overrides: object) -> PreTrainedModel:
         "head_dim": 24,
         "max_position_embeddings": MOST_POSITIONS,
     }
-    return make_model(family, **(sizes | overrides)).to(BF16)
+    return make_model(family, **(sizes | overrides)).to(torch.bfloat16).to(DTYPE)
 
 
 def wide_model(family: str = "llama") -> PreTrainedModel:
     """Build a model whose heads fit matrix tiles and whose width is a multiple of 512."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
-    return bf16_model(family, **sizes)
+    return small_model(family, **sizes)
 
 
 def add_adapter(model: PreTrainedModel, *, count: int = 4, targets=("q_proj", "up_proj")):
@@ -52,7 +59,7 @@ def add_adapter(model: PreTrainedModel, *, count: int = 4, targets=("q_proj", "u
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.copy_(0.3 * torch.randn_like(parameter))
-    adapter.to(BF16).requires_grad_(False)
+    adapter.to(DTYPE).requires_grad_(False)
     return adapter
 
 
@@ -79,7 +86,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_kernel
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("build", [bf16_model, wide_model])
+@pytest.mark.parametrize("build", [small_model, wide_model])
 @pytest.mark.parametrize("family", FUSED)
 def test_it_is_as_near_to_float64_as_the_stock_model(family, build, monkeypatch):
     model = build(family)
@@ -130,7 +137,7 @@ def columns_one_by_one(model: PreTrainedModel, tokens: list[int], start: int) ->
 
 @needs_kernel
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("build", [bf16_model, wide_model])
+@pytest.mark.parametrize("build", [small_model, wide_model])
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_a_position_gets_the_same_bits_in_any_company(build, has_adapter):
     """Bit by bit: 1 to 6 rows of 1 to 45 columns against one row, one column at a time."""
@@ -163,7 +170,7 @@ def test_a_position_gets_the_same_bits_in_any_company(build, has_adapter):
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_after_any_accept_pattern_the_cache_equals_a_fresh_prefill(data):
-    model = FAMILY_MODELS[data.draw(st.sampled_from(FUSED))]
+    model = model_of(data.draw(st.sampled_from(FUSED)), DTYPE)
     num_rows = data.draw(st.integers(1, 3))
     tokens = [tokens_of(row, data.draw(st.integers(1, 20))) for row in range(num_rows)]
     runner = open_rows(model, num_rows, chunk=data.draw(st.sampled_from([3, 64])))
@@ -192,7 +199,9 @@ def test_after_any_accept_pattern_the_cache_equals_a_fresh_prefill(data):
             assert torch.equal(mine[0, :, : len(row)], theirs[number, :, : len(row)])
 
 
-FAMILY_MODELS = {family: bf16_model(family) for family in FUSED}
+@lru_cache
+def model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    return small_model(family).to(dtype)
 
 
 @needs_kernel
@@ -215,7 +224,7 @@ def test_threads_change_nothing(threads: int) -> None:
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("targets", [("q_proj",), ("o_proj", "down_proj"), ("gate_proj", "v_proj")])
 def test_the_adapter_acts_on_masks_alone_as_in_the_stock_forward(count, targets, monkeypatch):
-    model, tokens = bf16_model(), [tokens_of(0, 9), tokens_of(1, 12)]
+    model, tokens = small_model(), [tokens_of(0, 9), tokens_of(1, 12)]
     plans = [RowPlan((5, 6), (0, 2), 3), RowPlan((7,), (1,), 2)]
     plain = open_rows(model, 2).forward(0, tokens, plans)
     add_adapter(model, count=count, targets=targets)
@@ -245,11 +254,11 @@ def spoil(model: PreTrainedModel, how: str) -> PreTrainedModel:
         layer.forward = layer.forward
     elif how == "layer":
         old = layer.self_attn.q_proj
-        layer.self_attn.q_proj = Doubled(old.in_features, old.out_features, bias=False).to(BF16)
+        layer.self_attn.q_proj = Doubled(old.in_features, old.out_features, bias=False).to(DTYPE)
     elif how == "norm":
         layer.input_layernorm.variance_epsilon = 0.1
-    elif how == "float32":
-        layer.input_layernorm.float()
+    elif how == "another dtype":
+        layer.input_layernorm.half()
     elif how == "training":
         model.train()
     return model
@@ -257,26 +266,27 @@ def spoil(model: PreTrainedModel, how: str) -> PreTrainedModel:
 
 @needs_kernel
 @pytest.mark.parametrize(
-    "how", ["hook", "pre-hook", "forward", "layer", "norm", "float32", "training"]
+    "how", ["hook", "pre-hook", "forward", "layer", "norm", "another dtype", "training"]
 )
 def test_what_it_cannot_do_is_left_to_the_stock_forward(how: str) -> None:
-    assert is_fused(bf16_model())
-    assert not is_fused(spoil(bf16_model(), how))
+    assert is_fused(small_model())
+    assert not is_fused(spoil(small_model(), how))
 
 
 @needs_kernel
 def test_other_architectures_are_left_to_the_stock_forward(monkeypatch) -> None:
-    assert not is_fused(bf16_model("olmo2"))
-    assert not is_fused(bf16_model(hidden_act="gelu"))
-    assert not is_fused(bf16_model(intermediate_size=100))
-    assert not is_fused(make_model())
+    assert not is_fused(small_model("olmo2"))
+    assert not is_fused(small_model(hidden_act="gelu"))
+    assert not is_fused(small_model(intermediate_size=100))
+    assert not is_fused(small_model().half())
+    assert not is_fused(small_model().double())
     monkeypatch.setenv("MARS_KERNELS", "avx512")
-    assert is_fused(bf16_model())
+    assert is_fused(small_model())
 
 
 @needs_kernel
 def test_changed_weights_are_seen_by_the_next_runner() -> None:
-    model, tokens = bf16_model(), [tokens_of(0)]
+    model, tokens = small_model(), [tokens_of(0)]
     before = open_rows(model, 1).forward(0, tokens, [RowPlan()])[0]
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)

@@ -13,7 +13,13 @@ from mars.decoding.plan import RowPlan
 from mars.engine.decoder import FusedDecoder
 from mars.engine.kernels.linear import _mapped_files
 from mars.engine.runner import Runner
-from tests.engine.test_decoder import add_adapter, bf16_model, needs_kernel, tokens_of
+from tests.engine.test_decoder import (
+    add_adapter,
+    dtype,  # noqa: F401  # a fixture
+    needs_kernel,
+    small_model,
+    tokens_of,
+)
 
 pytestmark = needs_kernel
 POSITIONS = 128
@@ -32,7 +38,7 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 def test_it_is_made_once_for_as_many_positions_or_fewer() -> None:
-    model = bf16_model()
+    model = small_model()
     decoder = decoder_of(model)
     assert decoder_of(model) is decoder
     assert decoder_of(model, POSITIONS - 1) is decoder
@@ -49,7 +55,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["layers.1.mlp.down_proj", "layers.0.self_attn.q_proj"])
 def test_changed_weights_are_seen(change: str, name: str) -> None:
-    model, fresh = bf16_model(), bf16_model()
+    model, fresh = small_model(), small_model()
     before = logits_of(model)
     with torch.no_grad():
         for changed in (model, fresh):
@@ -60,7 +66,7 @@ def test_changed_weights_are_seen(change: str, name: str) -> None:
 
 
 def test_one_change_that_torch_does_not_tell_has_all_layers_packed_again() -> None:
-    model, fresh = bf16_model(), bf16_model()
+    model, fresh = small_model(), small_model()
     logits_of(model)
     for changed in (model, fresh):
         layers = changed.model.layers
@@ -71,7 +77,7 @@ def test_one_change_that_torch_does_not_tell_has_all_layers_packed_again() -> No
 
 
 def test_an_adapter_and_its_changes_are_seen() -> None:
-    model = bf16_model()
+    model = small_model()
     bare = decoder_of(model)
     adapter = add_adapter(model)
     adapted = decoder_of(model)
@@ -83,7 +89,7 @@ def test_an_adapter_and_its_changes_are_seen() -> None:
 
 
 def test_hooks_and_training_are_seen() -> None:
-    model = bf16_model()
+    model = small_model()
     decoder = decoder_of(model)
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
     assert FusedDecoder.of(model, POSITIONS) is None
@@ -94,7 +100,7 @@ def test_hooks_and_training_are_seen() -> None:
 
 
 def test_a_model_is_forgotten_with_its_decoder() -> None:
-    model = bf16_model()
+    model = small_model()
     adapter = add_adapter(model)
     seen = weakref.ref(model)
     decoder_of(model)
@@ -120,11 +126,11 @@ def resident_kilobytes(address: int) -> int:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_pages_of_a_weight_file_are_given_back(is_tied: bool, tmp_path: Path) -> None:
     """All but those that are looked at: the embedding's, which may be the output layer's, too."""
-    saved = bf16_model(
+    saved = small_model(
         hidden_size=960, intermediate_size=4096, vocab_size=4096, tie_word_embeddings=is_tied
     )
     saved.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=saved.dtype).eval()
     weight = model.model.layers[0].mlp.up_proj.weight
     assert any(first <= weight.data_ptr() < end for first, end in _mapped_files())
     size = sum(parameter.nbytes for parameter in model.parameters()) // 1024
@@ -140,7 +146,7 @@ def test_pages_of_a_weight_file_are_given_back(is_tied: bool, tmp_path: Path) ->
 
 
 def test_the_next_run_takes_over_the_memory_of_the_cache() -> None:
-    model = bf16_model()
+    model = small_model()
     runner = Runner(model, num_rows=2, max_positions=64)
     for _ in range(2):
         runner.add_row()

@@ -17,7 +17,7 @@ from mars.engine.kernels import compiler
 from mars.engine.kernels.attention import cpu_attention
 
 needs_kernel = pytest.mark.skipif(
-    compiler.load_kernels() is None, reason="no C compiler, or switched off"
+    compiler.load_kernels(torch.float32) is None, reason="no C compiler, or switched off"
 )
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
@@ -192,18 +192,18 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @needs_kernel
 def test_it_is_compiled_once(fresh, monkeypatch):
-    assert compiler.load_kernels() is not None
+    assert compiler.load_kernels(torch.float32) is not None
     compiler.load_kernels.cache_clear()
     commands = []
     run = compiler._run
     monkeypatch.setattr(compiler, "_run", lambda *words: commands.append(words) or run(*words))
-    assert compiler.load_kernels() is not None
+    assert compiler.load_kernels(torch.float32) is not None
     assert [words[1:] for words in commands] == [("--version",)]
     assert len(list((fresh / "cache" / "kernels").iterdir())) == 1  # and no scratch
 
 
 def use_kernel(_: int) -> bool:
-    return compiler.load_kernels() is not None
+    return compiler.load_kernels(torch.float32) is not None
 
 
 @needs_kernel

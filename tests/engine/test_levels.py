@@ -17,15 +17,19 @@ from mars.decoding.plan import RowPlan
 from mars.engine.kernels import linear
 from mars.engine.kernels.linear import PackedLinears
 from mars.gated import GatedAdapter
-from tests.engine.test_decoder import add_adapter, bf16_model, is_fused, open_rows, tokens_of
-from tests.engine.test_linear_kernel import BF16, apply, assert_right, needs_kernel, path
+from tests.engine.test_decoder import add_adapter, is_fused, open_rows, small_model, tokens_of
+from tests.engine.test_linear_kernel import BF16, apply, assert_right, dtype, needs_bf16, path
 
-__all__ = ["path"]  # a fixture
+__all__ = ["dtype", "path"]  # fixtures
 
 DENSE, NARROW, SHORT, LEVELS_4, LEVELS_8 = range(5)
 FORMS = {Kind.Q4_0: LEVELS_4, Kind.Q4_1: LEVELS_4, Kind.Q8_0: LEVELS_8}
 
-pytestmark = [needs_kernel, pytest.mark.usefixtures("path")]
+pytestmark = [
+    needs_bf16,
+    pytest.mark.usefixtures("path"),
+    pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True),
+]
 
 
 def quantised(weight: Tensor, kind: Kind) -> nn.Linear:
@@ -141,7 +145,7 @@ def test_all_blocks_of_many_are_found() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])  # 13 columns each: one tile to four, and more
 def test_masks_get_the_same_with_lora(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = bf16_model(hidden_size=96, intermediate_size=128, head_dim=32, num_attention_heads=6)
+    model = small_model(hidden_size=96, intermediate_size=128, head_dim=32, num_attention_heads=6)
     for layer in model.modules():
         if type(layer) is nn.Linear:
             layer.weight.data = quantised(layer.weight.data.float(), Kind.Q4_1).weight.data

@@ -23,16 +23,35 @@ BF16 = torch.bfloat16
 SIZES = [1, 2, 15, 31, 32, 33, 64, 96, 100, 130, 512, 576]
 ROWS = [*range(1, 71), 128, 300, 512]
 
-needs_kernel = pytest.mark.skipif(
-    linear_path() == 0, reason="no C compiler, no AVX-512 BF16, or switched off"
+DTYPE = BF16  # of layers; the fixture `dtype` sets it
+IS_ROUNDED = False  # whether weights in float32 are numbers of bfloat16
+KINDS = ["bfloat16", "float32", "float32, rounded"]
+
+needs_kernel = pytest.mark.usefixtures("dtype")
+needs_bf16 = pytest.mark.skipif(
+    linear_path(BF16) == 0, reason="no C compiler, no AVX-512 BF16, or switched off"
 )
 
 
+@pytest.fixture(params=KINDS)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use layers in bfloat16, then in float32, which are packed in another form if rounded."""
+    dtype = BF16 if request.param == "bfloat16" else torch.float32
+    if not linear_path(dtype):
+        pytest.skip("no C compiler, no such instructions, or switched off")
+    monkeypatch.setitem(globals(), "DTYPE", dtype)
+    monkeypatch.setitem(globals(), "IS_ROUNDED", "rounded" in request.param)
+
+
 @pytest.fixture(params=["tiles", "vectors"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use AMX, then AVX-512 BF16."""
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, dtype: None) -> None:
+    """Use AMX, then AVX-512 BF16; in float32 there is one way."""
+    if DTYPE is torch.float32:
+        if request.param == "vectors":
+            pytest.skip("the same")
+        return
     monkeypatch.setenv("MARS_KERNELS", "avx512" if request.param == "vectors" else "1")
-    if linear_path() != ["", "vectors", "tiles"].index(request.param):
+    if linear_path(BF16) != ["", "vectors", "tiles"].index(request.param):
         pytest.skip("not on this processor")
 
 
@@ -44,9 +63,9 @@ def threads() -> Iterator[None]:
 
 
 def make_layer(outputs: int, inputs: int, *, bias: bool = False) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs, bias=bias).to(BF16)
+    layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight)
-    return layer
+    return layer.to(BF16).to(DTYPE) if IS_ROUNDED else layer.to(DTYPE)
 
 
 @torch.no_grad()
@@ -60,14 +79,15 @@ def apply(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def assert_right(layer: nn.Linear, x: Tensor, y: Tensor) -> None:
     assert y.shape == (*x.shape[:-1], layer.out_features)
-    assert y.dtype == BF16
+    assert y.dtype == DTYPE
     weight, x = layer.weight.double(), x.double()
     expected, scale = x @ weight.T, x.abs() @ weight.abs().T
     if layer.bias is not None:
         expected = expected + layer.bias.double()
     # Half a unit in the last place of the result, and the errors of fp32 sums.
     error = (y.double() - expected).abs()
-    assert (error <= 2**-8 * expected.abs() + 1e-5 * scale + 1e-30).all()
+    rounding, of_sums = (2**-8, 1e-5) if DTYPE == BF16 else (2**-23, 1e-6)
+    assert (error <= rounding * expected.abs() + of_sums * scale + 1e-30).all()
 
 
 @needs_kernel
@@ -95,13 +115,13 @@ def test_equals_float64_within_rounding(
         "transposed": lambda: torch.randn(inputs, rows).T,
     }[layout]()
     # The surroundings of a strided input are never looked at.
-    x = x.to(BF16) if x.is_contiguous() else surrounded_by_nan(x)
+    x = x.to(DTYPE) if x.is_contiguous() else surrounded_by_nan(x)
     assert_right(layer, x.detach(), apply(layer, x).detach())
 
 
 def surrounded_by_nan(x: Tensor) -> Tensor:
-    """Return the same numbers with the same strides in bf16, all other memory being NaN."""
-    storage = torch.full((x.untyped_storage().nbytes() // 4,), torch.nan, dtype=BF16)
+    """Return the same numbers with the same strides, all other memory being NaN."""
+    storage = torch.full((x.untyped_storage().nbytes() // 4,), torch.nan, dtype=DTYPE)
     return torch.as_strided(storage, x.shape, x.stride(), x.storage_offset()).copy_(x)
 
 
@@ -110,7 +130,7 @@ def surrounded_by_nan(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("outputs", "inputs"), [(576, 576), (70, 100), (33, 1536), (96, 2048)])
 def test_a_row_gets_the_same_bits_in_any_company(outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
-    layer, x = make_layer(outputs, inputs, bias=True), torch.randn(512, inputs).to(BF16)
+    layer, x = make_layer(outputs, inputs, bias=True), torch.randn(512, inputs).to(DTYPE)
     alone = torch.cat([apply(layer, row[None]) for row in x])
     for rows in ROWS:
         start = rows % 7 if rows < 500 else 0
@@ -127,13 +147,13 @@ def test_a_row_gets_the_same_bits_in_any_company(outputs: int, inputs: int) -> N
 @pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (33, 4000), (1500, 100)])
 def test_threads_and_number_of_outputs_change_nothing(rows: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
-    layer, x = make_layer(outputs, inputs), torch.randn(rows, inputs).to(BF16)
+    layer, x = make_layer(outputs, inputs), torch.randn(rows, inputs).to(DTYPE)
     torch.set_num_threads(1)
     expected = apply(layer, x)
     for count in (2, 3):
         torch.set_num_threads(count)
         assert torch.equal(apply(layer, x), expected)
-    fewer = nn.Linear(inputs, 5, bias=False).to(BF16)
+    fewer = nn.Linear(inputs, 5, bias=False).to(DTYPE)
     fewer.weight.data = layer.weight.data[11:16]  # other outputs of a block, other blocks
     assert torch.equal(apply(fewer, x), expected[:, 11:16])
 
@@ -142,8 +162,8 @@ def test_threads_and_number_of_outputs_change_nothing(rows: int, outputs: int, i
 def test_products_of_torch_in_between_change_nothing(path: None, threads: None) -> None:
     """They use matrix tiles, too, in the same threads, and configure them as they need them."""
     torch.manual_seed(0)
-    layer, other = make_layer(96, 64), torch.randn(512, 512, dtype=BF16)
-    inputs = [torch.randn(rows, 64, dtype=BF16) for rows in (1, 7, 16, 40, 70)]
+    layer, other = make_layer(96, 64), torch.randn(512, 512, dtype=DTYPE)
+    inputs = [torch.randn(rows, 64, dtype=DTYPE) for rows in (1, 7, 16, 40, 70)]
     for count in (1, 2):
         torch.set_num_threads(count)
         product = torch.matmul(other, other)
@@ -157,17 +177,16 @@ def test_products_of_torch_in_between_change_nothing(path: None, threads: None) 
 @pytest.mark.usefixtures("path")
 def test_infinity_and_nan() -> None:
     layer = make_layer(3, 4)
-    layer.weight.data = torch.tensor([[1, 1, 0, 0], [3e38, 3e38, 0, 0], [torch.nan, 0, 0, 0]]).to(
-        BF16
-    )
-    output = apply(layer, torch.tensor([[1.0, 1, 1, 1]]).to(BF16))[0].tolist()
+    weight = torch.tensor([[1, 1, 0, 0], [3e38, 3e38, 0, 0], [torch.nan, 0, 0, 0]])
+    layer.weight.data = weight.to(DTYPE)
+    output = apply(layer, torch.tensor([[1.0, 1, 1, 1]]).to(DTYPE))[0].tolist()
     assert output[:2] == [2, torch.inf]
     assert output[2] != output[2]
 
 
 @needs_kernel
 def test_changed_weights_are_packed_again() -> None:
-    layer, x = make_layer(40, 50, bias=True), torch.randn(3, 50).to(BF16)
+    layer, x = make_layer(40, 50, bias=True), torch.randn(3, 50).to(DTYPE)
     layer.requires_grad_(False)
     with torch.no_grad(), PackedLinears(layer):
         assert_right(layer, x, layer(x))
@@ -175,37 +194,37 @@ def test_changed_weights_are_packed_again() -> None:
         assert_right(layer, x, layer(x))
         layer.weight[7] = 3
         assert_right(layer, x, layer(x))
-        layer.weight = nn.Parameter(torch.randn(40, 50).to(BF16))
+        layer.weight = nn.Parameter(torch.randn(40, 50).to(DTYPE))
         assert_right(layer, x, layer(x))
-        layer.weight.data = torch.randn(50, 40).to(BF16).T.contiguous()
+        layer.weight.data = torch.randn(50, 40).to(DTYPE).T.contiguous()
         assert_right(layer, x, layer(x))
         layer.bias.add_(1)
         assert_right(layer, x, layer(x))
-        layer.bias = nn.Parameter(torch.randn(40).to(BF16))
+        layer.bias = nn.Parameter(torch.randn(40).to(DTYPE))
         assert_right(layer, x, layer(x))
         layer.bias = None
         assert_right(layer, x, layer(x))
         layer.load_state_dict({"weight": torch.ones(40, 50)})
         assert_right(layer, x, layer(x))
         # What does not fit is left to torch.
-        layer.weight = nn.Parameter(torch.randn(60, 50).to(BF16))
+        layer.weight = nn.Parameter(torch.randn(60, 50).to(DTYPE))
         assert layer(x).shape == (3, 60)
-        layer.weight = nn.Parameter(torch.randn(40, 50))
-        assert layer(x.float()).dtype == torch.float32
+        layer.weight = nn.Parameter(torch.randn(40, 50).double())
+        assert layer(x.double()).dtype == torch.float64
 
 
 @needs_kernel
 def test_changes_that_torch_does_not_tell_are_noticed_by_the_next() -> None:
     """PEFT merges a LoRA this way."""
-    layer, x = make_layer(40, 50), torch.randn(3, 50).to(BF16)
+    layer, x = make_layer(40, 50), torch.randn(3, 50).to(DTYPE)
     apply(layer, x)
-    layer.weight.data += torch.randn(40, 50).to(BF16)
+    layer.weight.data += torch.randn(40, 50).to(DTYPE)
     assert_right(layer, x, apply(layer, x))
 
 
 @needs_kernel
 def test_weights_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = nn.Sequential(make_layer(40, 50), make_layer(9, 40)), torch.randn(3, 50).to(BF16)
+    model, x = nn.Sequential(make_layer(40, 50), make_layer(9, 40)), torch.randn(3, 50).to(DTYPE)
     packed = []
     pack = linear._Packed._pack
     monkeypatch.setattr(
@@ -231,7 +250,7 @@ def test_nothing_is_left_in_the_model() -> None:
     before, attributes = copy.deepcopy(model.state_dict()), list(vars(model[0]))
     fired = []
     model[0].register_forward_hook(lambda module, inputs, output: fired.append(output))
-    x = torch.randn(3, 50).to(BF16)
+    x = torch.randn(3, 50).to(DTYPE)
     with torch.no_grad(), PackedLinears(model):
         output = model[0](x)
         assert fired[-1] is output
@@ -250,12 +269,13 @@ def test_nothing_is_left_in_the_model() -> None:
 def test_a_layer_is_forgotten_with_its_packed_weights() -> None:
     before = len(linear._packed)
     layer = make_layer(40, 50)
-    apply(layer, torch.randn(3, 50).to(BF16))
+    apply(layer, torch.randn(3, 50).to(DTYPE))
     assert len(linear._packed) == before + 1
     del layer
     assert len(linear._packed) == before
 
 
+@needs_kernel
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_what_is_left_to_torch() -> None:
     class Special(nn.Linear):
@@ -265,8 +285,8 @@ def test_what_is_left_to_torch() -> None:
     replaced.forward = lambda x: x
     with torch.inference_mode():
         silent = make_layer(4, 4)
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4).half(), Special(4, 4).to(BF16), replaced, silent]
-    layers += [nn.Linear(4, 4, device="meta", dtype=BF16), nn.Linear(0, 4).to(BF16)]
+    layers = [nn.Linear(4, 4).double(), nn.Linear(4, 4).half(), Special(4, 4).to(DTYPE), replaced]
+    layers += [nn.Linear(4, 4, device="meta", dtype=DTYPE), nn.Linear(0, 4).to(DTYPE), silent]
     before = [vars(layer).get("forward") for layer in layers]
     with PackedLinears(nn.ModuleList(layers)):
         assert [vars(layer).get("forward") for layer in layers] == before
@@ -275,14 +295,14 @@ def test_what_is_left_to_torch() -> None:
 
 @needs_kernel
 def test_calls_that_are_left_to_torch() -> None:
-    layer, x = make_layer(40, 50), torch.randn(3, 50).to(BF16)
+    layer, x = make_layer(40, 50), torch.randn(3, 50).to(DTYPE)
     with PackedLinears(layer):
         layer(x).sum().backward()
         assert layer.weight.grad is not None
         with torch.no_grad(), pytest.raises(RuntimeError):
             layer(x[:, 1:])
         with torch.no_grad(), pytest.raises(RuntimeError):
-            layer(x.float())
+            layer(x.double())
 
 
 @pytest.mark.parametrize("value", ["0", ""])
@@ -291,8 +311,8 @@ def test_without_kernels_torch_does_it(value: str, monkeypatch: pytest.MonkeyPat
     if value:
         monkeypatch.setenv("MARS_KERNELS", value)
     else:
-        monkeypatch.setattr(linear, "load_kernels", lambda: None)
-    layer, x = make_layer(40, 50), torch.randn(3, 50).to(BF16)
+        monkeypatch.setattr(linear, "load_kernels", lambda _: None)
+    layer, x = make_layer(40, 50), torch.randn(3, 50).to(DTYPE)
     with torch.no_grad(), PackedLinears(layer):
         assert "forward" not in vars(layer)
         layer(x)
@@ -310,14 +330,14 @@ def test_threads_that_pack_the_same_layers() -> None:
         assert len(PackedLinears(model)._forwards) == 30
 
 
-def bf16_model(**overrides: object) -> PreTrainedModel:
+def small_model(**overrides: object) -> PreTrainedModel:
     sizes = {
         "hidden_size": 96,
         "intermediate_size": 200,
         "head_dim": 24,
         "max_position_embeddings": 90,
     }
-    return make_model("llama", **(sizes | overrides)).to(BF16)
+    return make_model("llama", **(sizes | overrides)).to(BF16).to(DTYPE)
 
 
 def tokens_of(row: int) -> list[int]:
@@ -340,10 +360,11 @@ def column_by_column(model: PreTrainedModel, tokens: list[int], start: int) -> T
 
 @needs_kernel
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)  # torch's silu in float32 differs
 @pytest.mark.parametrize("attention_bias", [False, True])
 def test_a_position_gets_the_same_logits_in_any_batch(attention_bias: bool) -> None:
     """Bit by bit: 1 to 8 rows of 1 to 45 columns against one row, one column at a time."""
-    model = bf16_model(attention_bias=attention_bias, mlp_bias=attention_bias)
+    model = small_model(attention_bias=attention_bias, mlp_bias=attention_bias)
     starts = [3 + 2 * row for row in range(8)]
     expected = [column_by_column(model, tokens_of(row), starts[row]) for row in range(8)]
     for num_rows in range(1, 9):
@@ -368,8 +389,9 @@ def test_a_position_gets_the_same_logits_in_any_batch(attention_bias: bool) -> N
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
 def test_prompts_are_read_alike_in_any_company() -> None:
-    model = bf16_model()
+    model = small_model()
     tokens = [tokens_of(row)[: 20 + 5 * row] for row in range(8)]
     together = open_rows(model, tokens)
     logits, _ = together.forward(0, tokens, [RowPlan()] * 8)
@@ -383,7 +405,7 @@ def test_prompts_are_read_alike_in_any_company() -> None:
 
 @needs_kernel
 def test_the_lora_of_masks_acts(tiny_model: Callable[..., PreTrainedModel]) -> None:
-    model, tokens = bf16_model(), tokens_of(0)[:9]
+    model, tokens = small_model(), tokens_of(0)[:9]
     plan = RowPlan(groups=(0,), window=3)
     plain = open_rows(model, [tokens]).forward(0, [tokens], [plan])
     config = GatedConfig(
@@ -397,7 +419,7 @@ def test_the_lora_of_masks_acts(tiny_model: Callable[..., PreTrainedModel]) -> N
     assert not torch.equal(plain[1], gated[1])
 
 
-@needs_kernel
+@needs_bf16
 @pytest.mark.parametrize(("rows", "start"), [(1, 0), (1, 5), (3, 2)])
 @pytest.mark.parametrize("rank", [1, 8, 14])
 def test_lora_in_one_call_equals_layer_by_layer(rows: int, start: int, rank: int) -> None:
@@ -414,7 +436,7 @@ def test_lora_in_one_call_equals_layer_by_layer(rows: int, start: int, rank: int
     assert not torch.equal(changed[:, start:], y[:, start:])
 
 
-@needs_kernel
+@needs_bf16
 def test_lora_is_left_to_torch_where_the_kernel_does_not_fit() -> None:
     a, b = (nn.Linear(k, n, bias=False).to(BF16) for k, n in ((64, 8), (8, 32)))
     x, y = torch.randn(2, 4, 64).to(BF16), torch.zeros(2, 4, 32).to(BF16)

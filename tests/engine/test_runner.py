@@ -128,6 +128,7 @@ def test_the_cache_does_not_grow_beyond_what_a_row_may_need(model: PreTrainedMod
     assert runner.cache.num_slots <= 1000
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_the_only_cache_is_ours_and_no_larger_than_needed(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_masks_do_not_touch_real_outputs(model: PreTrainedModel, position: int) 
     assert torch.equal(outputs[0][1], outputs[1][1]) == (position == MASK)
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_the_adapter_learns_which_columns_are_masks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,14 +17,14 @@ from mars.engine.kernels.attention import _Call, cpu_attention
 from mars.engine.kernels.compiler import load_kernels
 from mars.engine.kernels.linear import TILES, linear_path
 from mars.engine.runner import Runner
-from tests.engine.test_decoder import MOST_POSITIONS, bf16_model, open_rows, tokens_of
+from tests.engine.test_decoder import MOST_POSITIONS, open_rows, small_model, tokens_of
 from tests.engine.test_kernels import oracle
 
 BF16 = torch.bfloat16
 UNIT = 32
 WIDTHS = [32, 64, 96, 128]
 
-needs_tiles = pytest.mark.skipif(linear_path() != TILES, reason="no AMX, or switched off")
+needs_tiles = pytest.mark.skipif(linear_path(BF16) != TILES, reason="no AMX, or switched off")
 
 
 def order_of_keys(units: int, width: int) -> Tensor:
@@ -61,7 +61,7 @@ def attend_in_units(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
         *(True, True, torch.get_num_threads(), width**-0.5, True),
     )
     output = query.new_empty(rows, columns, heads, width)
-    kernels = load_kernels()
+    kernels = load_kernels(BF16)
     assert kernels is not None
     pointers = [x.data_ptr() for x in (output, query, keys, values, mask)]
     kernels.mars_attention(ctypes.byref(call), *pointers)
@@ -84,7 +84,7 @@ def inputs(draw: st.DrawFn) -> tuple[Tensor, ...]:
 @needs_tiles
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_token_is_put_where_tiles_find_it(width: int) -> None:
-    kernels = load_kernels()
+    kernels = load_kernels(BF16)
     assert kernels is not None
     for put in (kernels.put_key, kernels.put_value):
         put.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
@@ -146,7 +146,7 @@ def forget(cache: SlotCache, row: int, length: int, width: int) -> None:
 def test_rows_that_grow_move_and_take_back_are_as_fresh_ones(width, heads, monkeypatch):
     """Bit by bit, with NaN in every slot that a row has not written or has forgotten."""
     monkeypatch.setattr("mars.engine.runner._SLACK_SLOTS", 5)
-    model = bf16_model(head_dim=width, num_attention_heads=heads, num_key_value_heads=2)
+    model = small_model(head_dim=width, num_attention_heads=heads, num_key_value_heads=2)
     sources = [tokens_of(row, MOST_POSITIONS - 12) for row in range(4)]
     lengths, runner = [3, 32, 29, 40], open_rows(model, 4)
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +188,7 @@ def assert_equal_slots(fresh: Runner, runner: Runner, row: int, width: int) -> N
 
 @needs_tiles
 def test_without_tiles_slots_lie_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for build in (bf16_model, lambda: bf16_model(head_dim=32)):
+    for build in (small_model, lambda: small_model(head_dim=32)):
         for path in ("1", "avx512"):
             monkeypatch.setenv("MARS_KERNELS", path)
             runner = open_rows(build(), 1)

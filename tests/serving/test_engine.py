@@ -188,6 +188,7 @@ def test_a_failing_hook_is_its_own_requests_matter(llama: Checkpoint, hook: str)
     assert "in broken" in note, "where it happened"
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_a_failed_forward_is_not_the_end(
     llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +346,7 @@ def test_generate_names_the_prompt_that_is_wrong(engine: Engine) -> None:
     assert engine.num_running == engine.num_waiting == 0
 
 
+@pytest.mark.usefixtures("stock_forward")
 def test_generate_gives_up_at_an_error(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(llama, max_rows=2, max_waiting=2) as engine:
         with monkeypatch.context() as patch:

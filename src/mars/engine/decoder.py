@@ -1,4 +1,4 @@
-"""A stock decoder of the Llama kind in one call of `decoder.c`: bf16, on the CPU.
+"""A stock decoder of the Llama kind in one call of `decoder.c`: bf16 or fp32, on the CPU.
 
 It computes what the stock model computes, from token ids to logits, with the model's own weights;
 only the order of additions differs. What it cannot do exactly so, it leaves to the stock forward.
@@ -110,7 +110,8 @@ class FusedDecoder:
         known = _decoders.get(model)
         if known is not None and known.is_for(state, max_positions):
             return known
-        if not _is_fit(model, adapter) or not linear_path():  # the latter compiles the kernels
+        # The latter compiles the kernels.
+        if not _is_fit(model, adapter) or not linear_path(model.dtype):
             return None
         made = _decoders[model] = cls(model, adapter, max_positions)
         return made
@@ -123,12 +124,12 @@ class FusedDecoder:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         self._head = head
-        self._rotation = _rotation(decoder, max_positions)
+        self._rotation = _rotation(decoder, max_positions, model.dtype)
         attention = decoder.layers[0].self_attn
-        self.num_layers, self.dtype = len(decoder.layers), torch.bfloat16
+        self.num_layers, self.dtype = len(decoder.layers), model.dtype
         self.head_width = attention.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_width
-        has_tiles = linear_path() == TILES and self.head_width % _UNIT == 0
+        has_tiles = linear_path(model.dtype) == TILES and self.head_width % _UNIT == 0
         self.cache_unit = _UNIT if has_tiles else 1
         # Packs what is new or changed; the second copy of the weights lives as long as the model.
         PackedLinears(model, *([] if adapter is None else [adapter]))
@@ -151,7 +152,7 @@ class FusedDecoder:
         Keys and values of every column go into its slot.
 
         Returns:
-            Last hidden states (O, D) and logits (O, V) of the columns with outputs, bf16.
+            Last hidden states (O, D) and logits (O, V) of the columns with outputs.
         """
         # C would read whatever lies behind a table.
         assert 0 <= max(columns.position, default=0) < len(self._rotation[0])
@@ -181,7 +182,7 @@ class FusedDecoder:
             *(len(columns.token), len(places), cache.row_slots),
             *(count, torch.get_num_threads()),
         )
-        kernels = load_kernels()
+        kernels = load_kernels(self.dtype)
         assert kernels is not None
         if kernels.mars_decoder(ctypes.byref(self._structure), ctypes.byref(step)):
             raise MemoryError(f"no memory for a forward of {len(columns.token)} columns")
@@ -206,7 +207,7 @@ class FusedDecoder:
             if hasattr(layer.self_attn, "q_norm"):
                 block.query_norm = layer.self_attn.q_norm.weight.data_ptr()
                 block.key_norm = layer.self_attn.k_norm.weight.data_ptr()
-        masks = None if adapter is None else adapter.mask_embedding.detach().to(torch.bfloat16)
+        masks = None if adapter is None else adapter.mask_embedding.detach().to(self.dtype)
         self._masks = masks  # keeps the memory
         self._structure = _Decoder(
             blocks=self._blocks,
@@ -230,7 +231,7 @@ class FusedDecoder:
 
 def _state(model: PreTrainedModel, adapter: GatedAdapter | None) -> list[int]:
     """Return what a decoder of the model depends on, as far as torch tells of changes."""
-    state = [linear_path(), id(adapter)]
+    state = [linear_path(model.dtype), id(adapter)]
     for module in chain(model.modules(), adapter.modules() if adapter else ()):
         own = vars(module)
         hooks = *own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()
@@ -257,10 +258,11 @@ def _is_fit(model: PreTrainedModel, adapter: GatedAdapter | None) -> bool:
         and _is_of_transformers(model)
         and not model.training
         and getattr(config, "hidden_act", None) == "silu"
-        and all(_is_plain(p) for p in model.parameters())
+        and model.dtype in (torch.bfloat16, torch.float32)
+        and all(_is_plain(p, model.dtype) for p in model.parameters())
         and all(_is_untouched(module, adapter) for module in model.modules())
         and _has_fit_layers(model)
-        and (adapter is None or all(_is_plain(x.weight) for _, ab in adapter.layers() for x in ab))
+        and (adapter is None or _has_fit_lora(adapter, model.dtype))
     )
 
 
@@ -296,8 +298,12 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.models.")
 
 
-def _is_plain(weight: Tensor) -> bool:
-    is_fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+def _has_fit_lora(adapter: GatedAdapter, dtype: torch.dtype) -> bool:
+    return all(_is_plain(x.weight, dtype) for _, ab in adapter.layers() for x in ab)
+
+
+def _is_plain(weight: Tensor, dtype: torch.dtype) -> bool:
+    is_fit = weight.dtype == dtype and weight.device.type == "cpu"
     return is_fit and weight.is_contiguous() and not weight.is_inference()
 
 
@@ -309,10 +315,10 @@ def _is_untouched(module: nn.Module, adapter: GatedAdapter | None) -> bool:
     )
 
 
-def _rotation(decoder: Any, max_positions: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of all positions, bf16 (positions, head width)."""
+def _rotation(decoder: Any, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of all positions, (positions, head width)."""
     positions = torch.arange(max_positions)[None]
-    like = torch.zeros(1, dtype=torch.bfloat16)
+    like = torch.zeros(1, dtype=dtype)
     with torch.no_grad():
         cosine, sine = decoder.rotary_emb(like, position_ids=positions)
     return cosine[0].contiguous(), sine[0].contiguous()

@@ -40,7 +40,7 @@ class Outputs(NamedTuple):
 
 
 class FlatOutputs(NamedTuple):
-    """The same without padding: O outputs, real ones row by row, then masks row by row; bf16."""
+    """The same without padding: O outputs, real ones row by row, then masks row by row."""
 
     logits_OV: torch.Tensor
     hidden_OD: torch.Tensor

@@ -229,7 +229,7 @@ def _key(model: PreTrainedModel) -> str:
         None if adapter is None else replace(adapter.config, base=None, fingerprint=""),
         str(model.dtype),
         *(device, platform.processor(), os.cpu_count(), torch.get_num_threads()),
-        *((linear_path(), packed_bytes(model)) if device == "cpu" else (0, 0)),
+        *((linear_path(model.dtype), packed_bytes(model)) if device == "cpu" else (0, 0)),
         torch.__version__,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

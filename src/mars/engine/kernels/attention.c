@@ -18,7 +18,13 @@
 
 #include "tiles.h"
 
-enum { UNIT = 2 * LANES, TILE = 4, MAX_QUERIES = 64, MIN_QUERIES = 8 };
+enum { UNIT = 2 * LANES, MAX_QUERIES = 64, MIN_QUERIES = 8 };
+/* How many queries, and vectors of slots or dimensions, have their sums in registers. */
+#ifdef __AVX512F__
+enum { SCORES = 4, SCORE_VECTORS = 2, VALUES = 4, VALUE_VECTORS = 4 };
+#else
+enum { SCORES = 3, SCORE_VECTORS = 2, VALUES = 2, VALUE_VECTORS = 4 };
+#endif
 enum { SMALL_CALL = 1 << 17 }; /* multiply-adds of a call that one thread does faster alone */
 
 /* 64 bytes: 32 bf16 numbers as pairs, or 16 fp32 ones. What lies beyond `bytes` reads as 0. */
@@ -78,28 +84,26 @@ INLINE void store_value(char *to, const float *from, float divisor, int64_t widt
     }
 }
 
-/* Scores of `num` queries for a unit of slots. */
+/* Scores of `num` queries for some slots of a unit. */
 INLINE void score_tile(int num, float *score, int64_t score_stride, const float *query,
                        int64_t query_stride, const float *kt, int64_t width) {
-    vec sum[TILE][4];
-    for (int r = 0; r < num; r++)
-        for (int i = 0; i < 4; i++) sum[r][i] = (vec){0};
-    for (int64_t d = 0; d < width; d += 2) {
-        vec k[4];
-        for (int i = 0; i < 4; i++) k[i] = load(kt + d * UNIT + i * LANES);
-        for (int r = 0; r < num; r++) {
-            const vec even = splat(query[r * query_stride + d]);
-            const vec odd = splat(query[r * query_stride + d + 1]);
-            sum[r][0] = fma16(even, k[0], sum[r][0]);
-            sum[r][1] = fma16(even, k[1], sum[r][1]);
-            sum[r][2] = fma16(odd, k[2], sum[r][2]);
-            sum[r][3] = fma16(odd, k[3], sum[r][3]);
-        }
+    lanes even[SCORES][SCORE_VECTORS], odd[SCORES][SCORE_VECTORS];
+    UNROLLED for (int r = 0; r < num; r++)
+        UNROLLED for (int i = 0; i < SCORE_VECTORS; i++) even[r][i] = odd[r][i] = (lanes){0};
+    for (int64_t d = 0; d < width; d += 2, kt += 2 * UNIT, query += 2) {
+        lanes k[SCORE_VECTORS];
+        UNROLLED for (int i = 0; i < SCORE_VECTORS; i++) k[i] = load_lanes(kt + i * WIDTH);
+        UNROLLED for (int r = 0; r < num; r++)
+            UNROLLED for (int i = 0; i < SCORE_VECTORS; i++)
+                even[r][i] = fma_lanes(k[i], query[r * query_stride], even[r][i]);
+        UNROLLED for (int i = 0; i < SCORE_VECTORS; i++) k[i] = load_lanes(kt + UNIT + i * WIDTH);
+        UNROLLED for (int r = 0; r < num; r++)
+            UNROLLED for (int i = 0; i < SCORE_VECTORS; i++)
+                odd[r][i] = fma_lanes(k[i], query[r * query_stride + 1], odd[r][i]);
     }
-    for (int r = 0; r < num; r++) {
-        store(score + r * score_stride, sum[r][0] + sum[r][2]);
-        store(score + r * score_stride + LANES, sum[r][1] + sum[r][3]);
-    }
+    UNROLLED for (int r = 0; r < num; r++)
+        UNROLLED for (int i = 0; i < SCORE_VECTORS; i++)
+            store_lanes(score + r * score_stride + i * WIDTH, even[r][i] + odd[r][i]);
 }
 
 /* Turn `count` scores of a query into exp(score - maximum), 0 where it does not see. */
@@ -109,7 +113,7 @@ static void weigh(float *score, const int32_t *seen, int64_t count, float scale)
         const ivec where = (ivec)load((const float *)seen + k);
         const vec x = choose(where, load(score + k) * scale, splat(-INFINITY));
         store(score + k, x);
-        top = choose(x > top, x, top);
+        top = choose(less(top, x), x, top);
     }
     float maximum = top[0];
     for (int i = 1; i < LANES; i++) maximum = top[i] > maximum ? top[i] : maximum;
@@ -119,35 +123,37 @@ static void weigh(float *score, const int32_t *seen, int64_t count, float scale)
     }
 }
 
-/* Add weighted values of a unit of slots to `num` sums of `vectors` * 16 dimensions; with
-   `is_first`, also the weights to their totals. */
-INLINE void value_tile(int num, int vectors, float *sum, float *total, int is_first,
-                       int64_t sum_stride, const float *weight, int64_t weight_stride,
-                       const float *value, int64_t value_stride) {
-    vec out[TILE][4], norm[TILE];
-    for (int r = 0; r < num; r++) {
-        norm[r] = load(total + r * sum_stride);
-        for (int i = 0; i < vectors; i++) out[r][i] = load(sum + r * sum_stride + i * LANES);
-    }
-    for (int k = 0; k < UNIT; k++) {
-        vec v[4];
-        for (int i = 0; i < vectors; i++) v[i] = load(value + k * value_stride + i * LANES);
-        for (int r = 0; r < num; r++) {
-            const vec w = splat(weight[r * weight_stride + k]);
-            norm[r] += w;
-            for (int i = 0; i < vectors; i++) out[r][i] = fma16(w, v[i], out[r][i]);
+/* Add weighted values of a unit of slots to `num` sums of VALUE_VECTORS vectors; with `is_first`, also
+   the weights to their totals. */
+INLINE void value_tile(int num, int is_first, float *total, float *sum, int64_t sum_stride,
+                       const float *weight, int64_t weight_stride, const float *value,
+                       int64_t value_stride) {
+    float all[VALUES];
+    UNROLLED for (int r = 0; r < num; r++) all[r] = total[r];
+    lanes out[VALUES][VALUE_VECTORS];
+    UNROLLED for (int r = 0; r < num; r++)
+        UNROLLED for (int i = 0; i < VALUE_VECTORS; i++)
+            out[r][i] = load_lanes(sum + r * sum_stride + i * WIDTH);
+    for (int k = 0; k < UNIT; k++, value += value_stride) {
+        lanes v[VALUE_VECTORS];
+        UNROLLED for (int i = 0; i < VALUE_VECTORS; i++) v[i] = load_lanes(value + i * WIDTH);
+        UNROLLED for (int r = 0; r < num; r++) {
+            if (is_first) all[r] += weight[r * weight_stride + k];
+            UNROLLED for (int i = 0; i < VALUE_VECTORS; i++)
+                out[r][i] = fma_lanes(v[i], weight[r * weight_stride + k], out[r][i]);
         }
     }
-    for (int r = 0; r < num; r++) {
-        if (is_first) store(total + r * sum_stride, norm[r]);
-        for (int i = 0; i < vectors; i++) store(sum + r * sum_stride + i * LANES, out[r][i]);
-    }
+    UNROLLED for (int r = 0; r < num && is_first; r++) total[r] = all[r];
+    UNROLLED for (int r = 0; r < num; r++)
+        UNROLLED for (int i = 0; i < VALUE_VECTORS; i++)
+            store_lanes(sum + r * sum_stride + i * WIDTH, out[r][i]);
 }
 
 /* Constant sizes, so that the sums of a tile stay in registers. */
-#define FOR_TILE(left, CALL) \
-    switch (left) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
-                    default: CALL(4); }
+#define FOR_TILE(left, most, CALL) \
+    switch ((left) < (most) ? (left) : (most)) { case 1: CALL(1); break; case 2: CALL(2); break; \
+                                                 case 3: CALL(3 < (most) ? 3 : (most)); break; \
+                                                 default: CALL(most); }
 
 /* The place of a column among all. */
 INLINE int64_t place(const int64_t *columns, int64_t t) { return columns ? columns[t] : t; }
@@ -157,9 +163,9 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
             int64_t num) {
     const int64_t group = c->heads / c->kv_heads, size = c->is_bf16 ? 2 : 4;
     const int64_t units = (c->slots + UNIT - 1) / UNIT, padded = units * UNIT;
-    const int64_t width = (c->width + UNIT - 1) / UNIT * UNIT;
-    const int64_t value_width = (c->value_width + UNIT - 1) / UNIT * UNIT;
-    const int64_t sum_stride = value_width + LANES; /* the sum of the weights comes last */
+    const int64_t width = round_up(c->width, UNIT);
+    const int64_t at_once = VALUE_VECTORS * WIDTH;
+    const int64_t value_width = round_up(c->value_width, at_once < UNIT ? UNIT : at_once);
     const int64_t first_column = first / group;
     const int64_t num_columns = (first + num - 1) / group + 1 - first_column;
     const int64_t key_stride = c->key_strides[2] * size, value_stride = c->value_strides[2] * size;
@@ -178,15 +184,16 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
 
     /* 1. Scratch: queries, one unit of keys or values, sums, scores, what columns see, units. */
     const int64_t unit_width = width > value_width ? width : value_width;
-    const int64_t words = num * (width + sum_stride + padded) + UNIT * unit_width +
+    const int64_t words = num * (width + value_width + padded + 1) + UNIT * unit_width +
                           (num_columns + 1) * padded + 2 * units;
     float *q = aligned_alloc(64, (words * 4 + 63) / 64 * 64);
     if (!q) abort();
     float *unit = q + num * width, *sum = unit + UNIT * unit_width;
-    float *score = sum + num * sum_stride;
+    float *score = sum + num * value_width;
     int32_t *seen = (int32_t *)(score + num * padded);
     int32_t *seen_by_any = seen + num_columns * padded;
     int64_t *unit_of = (int64_t *)(seen_by_any + padded);
+    float *total = (float *)(unit_of + units);
 
     /* 2. The units that any of the columns sees, and what each column sees of them. */
     int64_t used = 0;
@@ -233,36 +240,42 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
             load_keys(unit + half * LANES, key + slot * key_stride, key_stride, c->slots - slot,
                       c->width, c->is_bf16);
         }
-        for (int64_t i = 0; i < num; i += TILE) {
-#define SCORE(n) score_tile(n, score + i * padded + u * UNIT, padded, q + i * width, width, unit, \
-                            c->width)
-            FOR_TILE(num - i, SCORE)
-        }
+        for (int64_t i = 0; i < num; i += SCORES)
+            for (int64_t slot = 0; slot < UNIT; slot += SCORE_VECTORS * WIDTH) {
+#define SCORE(n) score_tile(n, score + i * padded + u * UNIT + slot, padded, q + i * width, width, \
+                            unit + slot, c->width)
+                FOR_TILE(num - i, SCORES, SCORE)
+            }
     }
 
     /* 4. Weights, their sums and weighted sums of values. */
     for (int64_t i = 0; i < num; i++)
         weigh(score + i * padded, seen + ((first + i) / group - first_column) * padded,
               used * UNIT, c->scale);
-    memset(sum, 0, num * sum_stride * sizeof *sum);
+    memset(total, 0, num * sizeof *total);
+    memset(sum, 0, num * value_width * sizeof *sum);
     memset(unit, 0, UNIT * unit_width * sizeof *unit);
     for (int64_t u = 0; u < used; u++) {
-        for (int64_t k = 0; k < UNIT; k++) {
+        const char *from = value + unit_of[u] * UNIT * value_stride;
+        int all_seen = 1;
+        for (int64_t k = 0; k < UNIT; k++) all_seen &= seen_by_any[u * UNIT + k] != 0;
+        const int is_direct = all_seen && !c->is_bf16 && c->value_width == value_width;
+        for (int64_t k = 0; k < UNIT && !is_direct; k++) {
             float *to = unit + k * value_width; /* zeros where 0 * garbage might be a NaN */
             if (!seen_by_any[u * UNIT + k]) memset(to, 0, value_width * sizeof *to);
-            else load_value(to, value + (unit_of[u] * UNIT + k) * value_stride, c->value_width,
-                            c->is_bf16);
+            else load_value(to, from + k * value_stride, c->value_width, c->is_bf16);
         }
-        for (int64_t i = 0; i < num; i += TILE) {
-            float *to = sum + i * sum_stride;
+        const float *values = is_direct ? (const float *)from : unit;
+        const int64_t step = is_direct ? value_stride / size : value_width;
+        for (int64_t i = 0; i < num; i += VALUES) {
             const float *weight = score + i * padded + u * UNIT;
-            int64_t d = 0;
-#define VALUES(n) value_tile(n, 4, to + d, to + value_width, d == 0, sum_stride, weight, padded, \
-                             unit + d, value_width)
-#define VALUE(n) value_tile(n, 2, to + d, to + value_width, d == 0, sum_stride, weight, padded, \
-                            unit + d, value_width)
-            for (; d + 4 * LANES <= value_width; d += 4 * LANES) FOR_TILE(num - i, VALUES)
-            for (; d < value_width; d += 2 * LANES) FOR_TILE(num - i, VALUE)
+            float *to = sum + i * value_width;
+#define FIRST(n) value_tile(n, 1, total + i, to, value_width, weight, padded, values, step)
+            FOR_TILE(num - i, VALUES, FIRST)
+            for (int64_t d = at_once; d < value_width; d += at_once) {
+#define VALUE(n) value_tile(n, 0, total + i, to + d, value_width, weight, padded, values + d, step)
+                FOR_TILE(num - i, VALUES, VALUE)
+            }
         }
     }
 
@@ -270,9 +283,8 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
     for (int64_t i = 0; i < num; i++) {
         const int64_t column = place(columns, (first + i) / group);
         const int64_t head = column * c->heads + (first + i) % group;
-        const float total = sum[i * sum_stride + value_width];
-        store_value(out + head * c->value_width * size, sum + i * sum_stride,
-                    total == 0.0f ? 1.0f : total, c->value_width, c->is_bf16);
+        store_value(out + head * c->value_width * size, sum + i * value_width,
+                    total[i] == 0.0f ? 1.0f : total[i], c->value_width, c->is_bf16);
     }
     free(q);
 }

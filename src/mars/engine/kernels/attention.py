@@ -50,7 +50,7 @@ def cpu_attention(
         return None
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return None
-    kernels = load_kernels()
+    kernels = load_kernels(query.dtype)
     if kernels is None:
         return None
     rows, heads, columns, width = query.shape
@@ -62,7 +62,7 @@ def cpu_attention(
         (rows, heads, kv_heads, columns, slots, width, value_width),
         (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask.stride()[::2]),
         query.dtype == torch.bfloat16,
-        query.dtype == torch.bfloat16 and linear_path() == TILES,
+        query.dtype == torch.bfloat16 and linear_path(query.dtype) == TILES,
         torch.get_num_threads(),
         width**-0.5 if scale is None else scale,
     )

@@ -11,18 +11,15 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from mars.default_model import cache_folder
 
-_NAMES = (
-    "attention.c",
-    "attention_tiles.c",
-    "linear.c",
-    "lora.c",
-    "pack.c",
-    "decoder.c",
-    "decide.c",
-    "sample.c",
-)
+_SHARED_NAMES = ("attention.c", "decoder.c", "decide.c", "sample.c", "pages.c")
+_NAMES = {
+    torch.bfloat16: (*_SHARED_NAMES, "attention_tiles.c", "linear.c", "lora.c", "pack.c"),
+    torch.float32: (*_SHARED_NAMES, "floats.c"),
+}
 _HEADER_NAMES = (
     "kernels.h",
     "packed.h",
@@ -33,17 +30,16 @@ _HEADER_NAMES = (
     "sample.h",
 )
 _HEADERS = tuple(map(Path(__file__).with_name, _HEADER_NAMES))
-_SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILERS = ("gcc", "cc", "clang")
 # -ffp-contract=off: which operations are fused is then the same for every number of rows.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
+_FLAGS_OF = {torch.bfloat16: (), torch.float32: ("-DFLOAT32",)}
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "mars_attention": (None, *[_POINTER] * 6),
     "mars_linear": (None, _POINTER, _POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER),
-    "mars_lora": (None, *[_POINTER] * 5, _INTEGER, _INTEGER),
-    "mars_pack": (None, _POINTER, _POINTER, *[_INTEGER] * 5),
-    "mars_pack_levels": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 5),
+    "mars_lora": (None, *[_POINTER] * 5, _INTEGER, _INTEGER),  # bf16 only
+    "mars_pack": (_INTEGER, _POINTER, _POINTER, *[_INTEGER] * 5),
     "mars_packed_bytes": (_INTEGER, *[_INTEGER] * 3),
     "mars_are_packed": (_INTEGER, *[_POINTER] * 3, _INTEGER),
     "mars_advise": (None, _POINTER, _INTEGER),
@@ -54,13 +50,17 @@ _SIGNATURES = {
 }
 
 
-@lru_cache(maxsize=1)
-def load_kernels() -> ctypes.CDLL | None:
-    """Return the compiled kernels; None, after one warning, where there are none."""
-    if os.environ.get("MARS_KERNELS") == "0":
+@lru_cache
+def load_kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the compiled kernels for models of this dtype.
+
+    None, after one warning, where they do not compile; without one for dtypes other than bfloat16
+    and float32.
+    """
+    if os.environ.get("MARS_KERNELS") == "0" or dtype not in _NAMES:
         return None
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
+        loaded = ctypes.CDLL(str(_compiled(dtype)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         warnings.warn(
@@ -71,26 +71,28 @@ def load_kernels() -> ctypes.CDLL | None:
         )
         return None
     for name, (result, *arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+        if function := getattr(loaded, name, None):
+            function.restype, function.argtypes = result, arguments
     return loaded
 
 
-def _compiled() -> Path:
+def _compiled(dtype: torch.dtype) -> Path:
     """Return the shared library, compiling it if no earlier run has."""
     compiler = _find_compiler()
     if compiler is None:
         raise FileNotFoundError(f"no C compiler: none of {', '.join(_COMPILERS)}")
-    sources = [source.read_text() for source in (*_HEADERS, *_SOURCES)]
-    parts = [*sources, compiler, _run(compiler, "--version"), *_FLAGS, _processor()]
+    sources = [Path(__file__).with_name(name) for name in _NAMES[dtype]]
+    flags = *_FLAGS, *_FLAGS_OF[dtype]
+    texts = [source.read_text() for source in (*_HEADERS, *sources)]
+    parts = [*texts, compiler, _run(compiler, "--version"), *flags, _processor()]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"mars-{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compile-") as scratch:
-            made = [f"{scratch}/{source.stem}.o" for source in _SOURCES]
-            for source, to in zip(_SOURCES, made, strict=True):
-                _run(compiler, *_FLAGS, "-c", str(source), "-o", to)
+            made = [f"{scratch}/{source.stem}.o" for source in sources]
+            for source, to in zip(sources, made, strict=True):
+                _run(compiler, *flags, "-c", str(source), "-o", to)
             # Linked without -fopenmp: the OpenMP library is then the one that torch has loaded,
             # whatever its name, and not a second one with a second set of threads.
             shared = f"{scratch}/mars.so"

@@ -19,14 +19,14 @@ enum { STRETCH = 128 };   /* of logits, with a maximum of its own */
 
 struct head {
     const float *from_hidden, *bias, *from_token, *output; /* H x D, H, H x D, D x H */
-    const bf16 *embedding, *logit;                         /* V x D */
+    const scalar *embedding, *logit;                         /* V x D */
     int64_t inner;
 };
 
 struct decision {
     const struct head *head; /* or NULL */
-    bf16 *logits;            /* O x V; overwritten at `forbidden` */
-    const bf16 *hidden;      /* O x D */
+    scalar *logits;            /* O x V; overwritten at `forbidden` */
+    const scalar *hidden;      /* O x D */
     const int64_t *real_start, *mask_start;   /* rows + 1, into the outputs */
     const int64_t *drafts;                    /* of all rows */
     const int64_t *groups, *group_start, *window; /* accept lengths of all rows; rows + 1; rows */
@@ -37,28 +37,31 @@ struct decision {
     int64_t rows, vocabulary, width, forbidden, most, threads;
 };
 
+/* The larger ones; of a NaN and a number b. */
+INLINE vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(less(b, a), a, b);
+#endif
+}
+
 /* Maximum of some numbers, NaN aside. */
-static float maximum(const bf16 *x, int64_t count) {
+static float maximum(const scalar *x, int64_t count) {
     vec top = splat(-INFINITY);
     int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        const uvec pairs = *(const anywhere *)(x + i);
-        const vec a = low(pairs), b = high(pairs);
-#ifdef __AVX512F__
-        top = (vec)_mm512_max_ps((__m512)b, _mm512_max_ps((__m512)a, (__m512)top));
-#else
-        top = choose(a > top, a, top);
-        top = choose(b > top, b, top);
-#endif
+        const struct two v = load2(x + i);
+        top = larger(v.b, larger(v.a, top));
     }
     float most = -INFINITY;
     for (int k = 0; k < LANES; k++) most = top[k] > most ? top[k] : most;
-    for (; i < count; i++) most = widen(x[i]) > most ? widen(x[i]) : most;
+    for (; i < count; i++) most = to_float(x[i]) > most ? to_float(x[i]) : most;
     return most;
 }
 
 /* The first of the largest numbers. */
-static int64_t argmax(const bf16 *x, int64_t count) {
+static int64_t argmax(const scalar *x, int64_t count) {
     float most = -INFINITY;
     int64_t best = 0;
     for (int64_t start = 0; start < count; start += STRETCH) {
@@ -67,22 +70,22 @@ static int64_t argmax(const bf16 *x, int64_t count) {
         if (here > most) most = here, best = start;
     }
     for (int64_t i = best; i < count && i < best + STRETCH; i++)
-        if (widen(x[i]) == most) return i;
+        if (to_float(x[i]) == most) return i;
     return best;
 }
 
 /* 1 / sum of exp(x - top): the probability of the likeliest. */
-static float certainty(const bf16 *x, int64_t count, float top) {
+static float certainty(const scalar *x, int64_t count, float top) {
     vec sum = {0};
     int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        const uvec pairs = *(const anywhere *)(x + i);
-        sum += exp16(low(pairs) - top);
-        sum += exp16(high(pairs) - top);
+        const struct two v = load2(x + i);
+        sum += exp16(v.a - top);
+        sum += exp16(v.b - top);
     }
     float total = 0;
     for (int k = 0; k < LANES; k++) total += sum[k];
-    for (; i < count; i++) total += expf(widen(x[i]) - top);
+    for (; i < count; i++) total += expf(to_float(x[i]) - top);
     return 1.0f / total;
 }
 
@@ -97,7 +100,7 @@ static int64_t insert(struct candidate *best, int64_t found, float value, int64_
 
 /* The largest numbers. A stretch whose maximum is below the smallest of those found so far holds
    none; the stretches with the largest maxima are looked at first. */
-static int64_t largest(struct candidate *best, const bf16 *x, int64_t count) {
+static int64_t largest(struct candidate *best, const scalar *x, int64_t count) {
     struct candidate first[CANDIDATES];
     const int64_t stretches = (count + STRETCH - 1) / STRETCH;
     float *top = malloc(stretches * sizeof *top);
@@ -113,7 +116,7 @@ static int64_t largest(struct candidate *best, const bf16 *x, int64_t count) {
     for (int64_t s = 0; s < stretches; s++) {
         if (top[s] < least) continue;
         for (int64_t i = s * STRETCH; i < count && i < (s + 1) * STRETCH; i++)
-            if (widen(x[i]) >= least) found = insert(best, found, widen(x[i]), i);
+            if (to_float(x[i]) >= least) found = insert(best, found, to_float(x[i]), i);
     }
     free(top);
     return found;
@@ -126,13 +129,13 @@ static const struct sampling *sampling_of(const struct decision *d, int64_t row)
 
 /* What `ar` would say at a real output. */
 static int64_t choose_real(const struct decision *d, int64_t output) {
-    const bf16 *logits = d->logits + output * d->vocabulary;
+    const scalar *logits = d->logits + output * d->vocabulary;
     const int64_t likeliest = argmax(logits, d->vocabulary);
     int64_t row = 0;
     while (d->real_start[row + 1] <= output) row++;
     const struct sampling *s = sampling_of(d, row);
     if (!s) return likeliest;
-    return sample(logits, d->vocabulary, s, widen(logits[likeliest]),
+    return sample(logits, d->vocabulary, s, to_float(logits[likeliest]),
                   d->length[row] + output - d->real_start[row]);
 }
 
@@ -149,7 +152,10 @@ static float dot(const float *a, const float *b, int64_t count) {
     return total;
 }
 
-static float dot_bf16(const bf16 *a, const float *b, int64_t count) {
+static float dot_scalars(const scalar *a, const float *b, int64_t count) {
+#ifdef FLOAT32
+    return dot(a, b, count);
+#else
     float total = 0;
     vec sum[2] = {{0}};
     int64_t i = 0;
@@ -167,12 +173,13 @@ static float dot_bf16(const bf16 *a, const float *b, int64_t count) {
     for (int k = 0; k < LANES; k++) total += all[k];
     for (; i < count; i++) total += widen(a[i]) * b[i];
     return total;
+#endif
 }
 
 /* x / RMS(x), as torch's rms_norm without weight: epsilon is that of fp32. */
-static void normalise(float *y, const bf16 *x, int64_t count) {
+static void normalise(float *y, const scalar *x, int64_t count) {
     float sum = 0;
-    for (int64_t i = 0; i < count; i++) y[i] = widen(x[i]), sum += y[i] * y[i];
+    for (int64_t i = 0; i < count; i++) y[i] = to_float(x[i]), sum += y[i] * y[i];
     const float factor = 1.0f / sqrtf(sum / (float)count + 1.1920929e-07f);
     for (int64_t i = 0; i < count; i++) y[i] *= factor;
 }
@@ -186,7 +193,7 @@ struct mask {
 
 /* What a mask says for itself: a draft, or candidates for the head. */
 static void read_mask(const struct decision *d, struct mask *m) {
-    const bf16 *logits = d->logits + m->output * d->vocabulary;
+    const scalar *logits = d->logits + m->output * d->vocabulary;
     const struct sampling *s = sampling_of(d, m->row);
     if (d->head && d->uses_head[m->row]) {
         m->found = largest(m->best, logits, d->vocabulary);
@@ -194,7 +201,7 @@ static void read_mask(const struct decision *d, struct mask *m) {
     }
     const int64_t likeliest = argmax(logits, d->vocabulary), at = m->row * d->most + m->number;
     const int64_t position = d->sampling ? d->length[m->row] + d->accepted[m->row] + 1 : 0;
-    const float top = widen(logits[likeliest]);
+    const float top = to_float(logits[likeliest]);
     d->draft[at] = s ? sample(logits, d->vocabulary, s, top, position + m->number) : likeliest;
     d->probability[at] = certainty(logits, d->vocabulary, top);
 }
@@ -208,7 +215,7 @@ static int64_t choose_corrected(const struct decision *d, struct mask *m, const 
     for (int64_t i = 0; i < m->found; i++) {
         float *value = &m->best[i].value;
         if (*value != -INFINITY) /* forbidden */
-            *value = dot_bf16(d->head->logit + m->best[i].id * d->width, corrected, d->width);
+            *value = dot_scalars(d->head->logit + m->best[i].id * d->width, corrected, d->width);
         if (*value > top) top = *value, chosen = i;
     }
     for (int64_t i = 0; i < m->found; i++) total += expf(m->best[i].value - top);
@@ -236,7 +243,7 @@ static void draft_in_turn(const struct decision *d, struct mask *masks, int64_t 
     for (int64_t w = 0; w < num; w++) {
         struct candidate *best = masks[w].best;
         const int64_t found = masks[w].found;
-        const bf16 *hidden = d->hidden + masks[w].output * width;
+        const scalar *hidden = d->hidden + masks[w].output * width;
         for (int64_t i = 0; i < found && !thread; i++)
             for (int64_t k = 0; k < width; k += 32)
                 __builtin_prefetch(h->logit + best[i].id * width + k);
@@ -250,7 +257,7 @@ static void draft_in_turn(const struct decision *d, struct mask *masks, int64_t 
         }
         wait_at(&t->barrier, threads);
         for (int64_t i = head; i < tail; i++)
-            corrected[i] = widen(hidden[i]) + dot(h->output + i * h->inner, inner, h->inner);
+            corrected[i] = to_float(hidden[i]) + dot(h->output + i * h->inner, inner, h->inner);
         wait_at(&t->barrier, threads);
         int64_t *draft = d->draft + row * d->most + w;
         if (!thread) *draft = choose_corrected(d, masks + w, corrected, position + w);
@@ -280,7 +287,7 @@ int64_t mars_decide(const struct decision *d) {
     const int64_t real = d->real_start[d->rows], inner = d->head ? d->head->inner : 0;
     if (d->forbidden >= 0)
         for (int64_t o = 0; o < d->mask_start[d->rows]; o++)
-            d->logits[o * d->vocabulary + d->forbidden] = 0xff80; /* -infinity */
+            d->logits[o * d->vocabulary + d->forbidden] = to_scalar(-INFINITY);
 #pragma omp parallel for num_threads(d->threads) if (real > (d->sampling ? 1 : 2))
     for (int64_t o = 0; o < real; o++) d->choice[o] = choose_real(d, o);
     const int64_t most = d->rows * d->most, threads = d->threads;

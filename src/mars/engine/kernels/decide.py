@@ -101,8 +101,8 @@ def decide_rows(
     """Verify drafts and read the masks behind the last right one.
 
     Args:
-        logits_OV: bf16; overwritten at `forbidden`.
-        hidden_OD: bf16, last hidden states, for the draft head.
+        logits_OV: bf16 or fp32; overwritten at `forbidden`.
+        hidden_OD: last hidden states in the same dtype, for the draft head.
         rows: what each row has fed.
         correction: the draft head in float32, or None; its hidden states are not looked at.
         forbidden: a token that is no part of any distribution.
@@ -110,11 +110,12 @@ def decide_rows(
     Returns:
         One decision per row, or None where the kernel cannot be used.
     """
-    kernels = load_kernels()
+    dtype = logits_OV.dtype
+    kernels = load_kernels(dtype)
     tensors = [logits_OV, hidden_OD]
     if correction is not None:
         tensors += [correction.embedding_VD, correction.output_VD]
-    is_fit = all(_is_fit(tensor, torch.bfloat16) for tensor in tensors)
+    is_fit = all(_is_fit(tensor, dtype) for tensor in tensors)
     head = None if correction is None else _head(correction)
     if kernels is None or not is_fit or (head is None) != (correction is None):
         return None

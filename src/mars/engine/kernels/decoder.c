@@ -1,7 +1,7 @@
-/* A decoder of the Llama kind in bf16, from token ids to logits, in one call.
+/* A decoder of the Llama kind, from token ids to logits, in one call.
 
    Layer by layer: x += O(attention(rotary(Q K V(norm(x))))); x += Down(silu(Gate(n)) * Up(n)) with
-   n = norm(x). Every step rounds to bf16 where the stock model in PyTorch does. What a column gets
+   n = norm(x). Every step rounds where the stock model in PyTorch does. What a column gets
    depends on its token, its position and what it sees; not on other columns, rows or threads.
 
    Columns of all rows stand one after another, without padding: first the real ones of every row,
@@ -28,30 +28,30 @@ struct linear {
 
 struct block {
     struct linear linears[NUM_LINEARS];
-    const bf16 *attention_norm, *mlp_norm;
-    const bf16 *query_norm, *key_norm; /* per head, or NULL */
+    const scalar *attention_norm, *mlp_norm;
+    const scalar *query_norm, *key_norm; /* per head, or NULL */
 };
 
 struct decoder {
     const struct block *blocks;
-    const bf16 *embedding, *mask_embedding; /* masks are ordinary tokens: NULL */
-    const bf16 *final_norm;
+    const scalar *embedding, *mask_embedding; /* masks are ordinary tokens: NULL */
+    const scalar *final_norm;
     const struct layer *head;
-    const bf16 *cosine, *sine; /* positions x W */
+    const scalar *cosine, *sine; /* positions x W */
     int64_t num_blocks, width, heads, kv_heads, head_width, inner;
     int64_t in_units; /* the cache consists of units of slots, for tiles */
     float epsilon, scale;
 };
 
 struct step {
-    bf16 *const *keys, *const *values; /* per block: rows of the cache x G x slots x W */
+    scalar *const *keys, *const *values; /* per block: rows of the cache x G x slots x W */
     const int64_t *token, *position, *slot, *limit, *first; /* N; a column sees slots < limit and
                                                                those from `first` to its own */
     const int64_t *mask_index;  /* of each mask in the mask embeddings */
     const int64_t *real_start, *mask_start; /* rows + 1: where the columns of a row begin */
     const int64_t *place;       /* rows: where in the cache each is */
     const int64_t *output;      /* columns whose logits are wanted */
-    bf16 *hidden, *logits;      /* of these: x D, x V */
+    scalar *hidden, *logits;      /* of these: x D, x V */
     int64_t *spent;             /* nanoseconds of each phase, added to; NULL: nobody asks */
     int64_t columns, rows, cache_slots, outputs, threads;
 };
@@ -67,8 +67,8 @@ static int64_t spaced(int64_t width) {
 static int64_t num_blocks(const struct layer *l) { return round_up(l->outputs, BLOCK) / BLOCK; }
 
 /* Some blocks of a linear layer with its LoRA, for all columns. */
-static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y, int64_t y_stride,
-                  int64_t columns, const bf16 *inner, int64_t rank, int64_t block, int64_t end) {
+static void apply(const struct linear *l, const scalar *x, int64_t stride, scalar *y,
+                  int64_t y_stride, int64_t columns, const scalar *inner, int64_t rank, int64_t block, int64_t end) {
     if (!l->lora_b || !rank) {
         linear_blocks(l->main, NULL, x, stride, y, y_stride, columns, block, end);
         return;
@@ -80,9 +80,9 @@ static void apply(const struct linear *l, const bf16 *x, int64_t stride, bf16 *y
 /* What lies between the threads of a call. */
 struct shared {
     struct barrier barrier;
-    bf16 *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
+    scalar *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
     float *sums;      /* of LoRA: PIECES x ALIKE x rank / BLOCK x masks x BLOCK */
-    bf16 *inner;      /* threads x ALIKE x N x rank; zeros for real columns */
+    scalar *inner;      /* threads x ALIKE x N x rank; zeros for real columns */
     uint8_t *visible; /* N x visible_stride */
     int64_t *columns; /* of every row, one row after another */
     int64_t *taken;   /* attention tasks, for every block */
@@ -112,8 +112,8 @@ static float *sums_of(const struct shared *h, int64_t piece, int64_t layer, int6
 
 /* LoRA of `count` layers with the same x, for the masks: A x, to which B is going to be applied. First
    sums over pieces of the inputs, shared among threads: they are likely to have made theirs. */
-static void lora_sums(const struct shared *h, const struct linear *l, int64_t count, const bf16 *x,
-                      int64_t stride, int64_t thread, int64_t threads) {
+static void lora_sums(const struct shared *h, const struct linear *l, int64_t count,
+                      const scalar *x, int64_t stride, int64_t thread, int64_t threads) {
     const int64_t parts = (h->num_masks + MASKS - 1) / MASKS;
     x += h->num_real * stride;
     SHARE(PIECES * count * parts, head, tail);
@@ -130,15 +130,15 @@ static void lora_sums(const struct shared *h, const struct linear *l, int64_t co
 }
 
 /* Then every thread adds them up for itself; returns A x of the first layer. */
-static bf16 *lora_inner(const struct step *s, const struct shared *h, const struct linear *l,
+static scalar *lora_inner(const struct step *s, const struct shared *h, const struct linear *l,
                         int64_t count, int64_t thread) {
-    bf16 *inner = h->inner + thread * ALIKE * s->columns * h->rank;
+    scalar *inner = h->inner + thread * ALIKE * s->columns * h->rank;
     const int64_t apart = ALIKE * h->rank * h->num_masks; /* pieces */
     for (int64_t i = 0; i < count && h->rank; i++)
         for (int64_t block = 0; l[i].lora_a && block < num_blocks(l[i].lora_a); block++)
             for (int64_t n = 0; n < h->num_masks; n++) {
                 const float *from = sums_of(h, 0, i, block) + n * BLOCK;
-                bf16 *to = inner + (i * s->columns + h->num_real + n) * h->rank + block * BLOCK;
+                scalar *to = inner + (i * s->columns + h->num_real + n) * h->rank + block * BLOCK;
                 for (int64_t k = 0; k < BLOCK; k += LANES) {
                     vec sum = load(from + k);
                     for (int64_t p = 1; p < PIECES; p++) sum += load(from + p * apart + k);
@@ -156,7 +156,7 @@ static int64_t num_columns(const struct step *s, int64_t row) {
 static void embed(const struct decoder *m, const struct step *s, struct shared *h,
                   int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) {
-        const bf16 *from = m->embedding + s->token[n] * m->width;
+        const scalar *from = m->embedding + s->token[n] * m->width;
         if (n >= h->num_real && m->mask_embedding)
             from = m->mask_embedding + s->mask_index[n - h->num_real] * m->width;
         memcpy(h->x + n * m->width, from, m->width * sizeof *from);
@@ -168,7 +168,7 @@ static void embed(const struct decoder *m, const struct step *s, struct shared *
 }
 
 /* Norm, if there is one, and rotation of a column's query or key. */
-static void turn(const struct decoder *m, const struct step *s, bf16 *head, const bf16 *norm,
+static void turn(const struct decoder *m, const struct step *s, scalar *head, const scalar *norm,
                  int64_t column) {
     const int64_t width = m->head_width, from = s->position[column] * width;
     if (norm) normalise(head, head, norm, width, m->epsilon);
@@ -189,14 +189,16 @@ static void place_heads(const struct decoder *m, const struct step *s, struct sh
         for (int64_t g = (r + thread) % threads; g < 2 * heads; g += threads) {
             const int64_t head = (s->place[r] * heads + g / 2) * cached;
             const int is_key = g % 2;
-            bf16 *to = (is_key ? s->keys : s->values)[layer] + head;
+            scalar *to = (is_key ? s->keys : s->values)[layer] + head;
             for (int64_t i = 0; i < num; i++) {
                 const int64_t n = h->columns[start + i], slot = s->slot[n];
-                bf16 *x = (is_key ? h->key : h->value) + (n * heads + g / 2) * width;
+                scalar *x = (is_key ? h->key : h->value) + (n * heads + g / 2) * width;
                 if (is_key) turn(m, s, x, b->key_norm, n);
                 if (!m->in_units) memcpy(to + slot * width, x, width * sizeof *x);
+#ifndef FLOAT32
                 else if (is_key) put_key(to, slot, x, width);
                 else put_value(to, slot, x, width);
+#endif
             }
         }
     }
@@ -223,7 +225,7 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
             .width = width, .value_width = width,
             .query_strides = {0, width, m->heads * width}, .key_strides = {0, cached, width},
             .value_strides = {0, cached, width}, .mask_strides = {0, h->visible_stride},
-            .is_bf16 = 1, .has_tiles = m->head->path == TILES, .threads = 1, .scale = m->scale,
+            .is_bf16 = sizeof(scalar) == 2, .has_tiles = m->head->path == TILES, .threads = 1, .scale = m->scale,
             .in_units = m->in_units,
         };
         const int64_t from = s->place[r] * m->kv_heads * cached;
@@ -249,14 +251,14 @@ static void attend_share(const struct decoder *m, const struct step *s, struct s
 
 /* x += layer(input), a share of the outputs. */
 static void add_layer(const struct decoder *m, const struct step *s, struct shared *h,
-                      const struct block *b, int which, const bf16 *input, int64_t stride,
+                      const struct block *b, int which, const scalar *input, int64_t stride,
                       int64_t thread, int64_t threads) {
     const struct linear *l = b->linears + which;
     if (h->rank) {
         lora_sums(h, l, 1, input, stride, thread, threads);
         WAIT
     }
-    const bf16 *inner = lora_inner(s, h, l, 1, thread);
+    const scalar *inner = lora_inner(s, h, l, 1, thread);
     SHARE(num_blocks(l->main), begin, end);
     apply(l, input, stride, h->output, m->width, s->columns, inner, h->rank, begin, end);
     const int64_t from = begin * BLOCK, to = end * BLOCK < m->width ? end * BLOCK : m->width;
@@ -266,7 +268,7 @@ static void add_layer(const struct decoder *m, const struct step *s, struct shar
 
 /* The input of `count` layers: x, normalised, and the sums of their LoRA; a share of it. */
 static void prepare(const struct decoder *m, const struct step *s, struct shared *h,
-                    const struct linear *l, int64_t count, const bf16 *norm, int64_t thread,
+                    const struct linear *l, int64_t count, const scalar *norm, int64_t thread,
                     int64_t threads) {
     const int64_t stride = spaced(m->width);
     SHARE(s->columns, begin, end);
@@ -286,8 +288,8 @@ static int64_t run_block(const struct decoder *m, const struct step *s, struct s
     /* 1. Attention. */
     prepare(m, s, h, l + QUERY, 3, b->attention_norm, thread, threads);
     WAIT_AFTER(OTHER)
-    bf16 *outputs[] = {h->query, h->key, h->value};
-    const bf16 *low = lora_inner(s, h, l + QUERY, 3, thread);
+    scalar *outputs[] = {h->query, h->key, h->value};
+    const scalar *low = lora_inner(s, h, l + QUERY, 3, thread);
     int64_t total = 0, before = 0;
     for (int i = QUERY; i <= VALUE; i++) total += num_blocks(l[i].main);
     SHARE(total, first, last);
@@ -336,7 +338,7 @@ static int64_t lora_rank(const struct decoder *m, int64_t masks) {
 int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     const int64_t columns = s->columns, num_real = s->real_start[s->rows];
     struct shared all = {.num_real = num_real, .num_masks = columns - num_real}, *h = &all;
-    /* 1. Scratch, in one piece; sizes in numbers of two bytes. */
+    /* 1. Scratch, in one piece; sizes in bytes. */
     int64_t slots = 1;
     for (int64_t n = 0; n < columns; n++) {
         slots = s->slot[n] + 1 > slots ? s->slot[n] + 1 : slots;
@@ -345,25 +347,35 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     h->visible_stride = round_up(slots, 64);
     const int64_t kv = m->kv_heads * m->head_width, queries = m->heads * m->head_width;
     const int64_t rank = h->rank = lora_rank(m, h->num_masks), wide = spaced(m->inner);
-    const int64_t sizes[] = {
-        columns * m->width, columns * spaced(m->width), columns * queries, columns * kv, columns * kv,
-        columns * queries, columns * wide, columns * wide, columns * m->width,
-        columns * h->visible_stride / 2, columns * 4, s->threads * ALIKE * columns * rank,
-        2 * PIECES * ALIKE * rank * h->num_masks, m->num_blocks * 4,
+    const struct {
+        void *pointer;
+        int64_t count, size;
+    } parts[] = {
+        {&h->x, columns * m->width, sizeof *h->x},
+        {&h->normed, columns * spaced(m->width), sizeof *h->normed},
+        {&h->query, columns * queries, sizeof *h->query},
+        {&h->key, columns * kv, sizeof *h->key},
+        {&h->value, columns * kv, sizeof *h->value},
+        {&h->attended, columns * queries, sizeof *h->attended},
+        {&h->gate, columns * wide, sizeof *h->gate},
+        {&h->up, columns * wide, sizeof *h->up},
+        {&h->output, columns * m->width, sizeof *h->output},
+        {&h->visible, columns * h->visible_stride, sizeof *h->visible},
+        {&h->columns, columns, sizeof *h->columns},
+        {&h->inner, s->threads * ALIKE * columns * rank, sizeof *h->inner},
+        {&h->sums, PIECES * ALIKE * rank * h->num_masks, sizeof *h->sums},
+        {&h->taken, m->num_blocks, sizeof *h->taken},
     };
-    enum { PARTS = sizeof sizes / sizeof *sizes };
-    bf16 *parts[PARTS];
+    enum { PARTS = sizeof parts / sizeof *parts, LINE = 64 };
     int64_t total = 0;
-    for (int i = 0; i < PARTS; i++) total += round_up(sizes[i], BLOCK) + BLOCK;
-    bf16 *memory = aligned_alloc(64, total * sizeof *memory);
+    for (int i = 0; i < PARTS; i++) total += round_up(parts[i].count * parts[i].size, LINE) + LINE;
+    char *memory = aligned_alloc(LINE, total), *next = memory;
     if (!memory) return 1;
-    for (int64_t i = 0, start = 0; i < PARTS; start += round_up(sizes[i], BLOCK) + BLOCK, i++)
-        parts[i] = memory + start;
-    h->x = parts[0], h->normed = parts[1], h->query = parts[2], h->key = parts[3], h->value = parts[4];
-    h->attended = parts[5], h->gate = parts[6], h->up = parts[7], h->output = parts[8];
-    h->visible = (uint8_t *)parts[9], h->columns = (int64_t *)parts[10];
-    h->inner = parts[11], h->sums = (float *)parts[12], h->taken = (int64_t *)parts[13];
-    memset(h->inner, 0, sizes[11] * sizeof *memory);
+    for (int i = 0; i < PARTS; i++) {
+        memcpy(parts[i].pointer, &next, sizeof next);
+        next += round_up(parts[i].count * parts[i].size, LINE) + LINE;
+    }
+    memset(h->inner, 0, s->threads * ALIKE * columns * rank * sizeof *h->inner);
     memset(h->taken, 0, m->num_blocks * sizeof *h->taken);
     /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {

@@ -1,4 +1,6 @@
-/* What the kernels share: vectors of 16 fp32 numbers, and what one file calls of another. */
+/* What the kernels share: vectors of 16 fp32 numbers, and what one file calls of another.
+
+   They are compiled once for models in bf16 and, with FLOAT32, once for those in fp32. */
 
 #ifndef MARS_KERNELS_H
 #define MARS_KERNELS_H
@@ -9,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && !defined(FLOAT32)
 #define HAS_VECTORS 1
 #if defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__linux__)
 #define HAS_TILES 1
@@ -19,6 +21,11 @@
 enum { LANES = 16, SLOTS = 32 }; /* of a vector; of a unit of keys and values */
 
 typedef uint16_t bf16;
+#ifdef FLOAT32
+typedef float scalar; /* of a model, and of what lies between its layers */
+#else
+typedef bf16 scalar;
+#endif
 
 static inline int64_t round_up(int64_t number, int64_t unit) {
     return (number + unit - 1) / unit * unit;
@@ -29,6 +36,8 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 /* For loads from anywhere; memcpy would, with some compilers, go in halves through the stack. */
 typedef uint32_t anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
+/* Before a loop over an array of vectors: unrolled early, they stay in registers. */
+#define UNROLLED _Pragma("GCC unroll 24")
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -36,11 +45,41 @@ typedef uint32_t anywhere __attribute__((vector_size(4 * LANES), aligned(1), may
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (uvec){__VA_ARGS__})
 #endif
 
+/* As many numbers as a register of the processor holds. Compilers keep these in registers, and compare
+   them at once, where they would do neither with longer vectors. */
+#if defined(__AVX512F__)
+enum { WIDTH = 16 };
+#elif defined(__AVX__)
+enum { WIDTH = 8 };
+#else
+enum { WIDTH = 4 };
+#endif
+typedef float lanes __attribute__((vector_size(4 * WIDTH)));
+typedef float lanes_anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t words_anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+union pieces {
+    vec all;
+    ivec integers;
+    lanes part[LANES / WIDTH];
+};
+
 INLINE vec splat(float x) { return x - (vec){0}; } /* x - 0 keeps -0; x + 0 would not */
 INLINE vec load(const float *p) { return (vec)*(const anywhere *)p; }
 INLINE void store(float *p, vec x) { *(anywhere *)p = (uvec)x; }
 INLINE vec choose(ivec where, vec a, vec b) {
     return (vec)((where & (ivec)a) | (~where & (ivec)b));
+}
+
+/* Where a < b, and a <= b. */
+INLINE ivec less(vec a, vec b) {
+    union pieces x = {a}, y = {b};
+    for (int i = 0; i < LANES / WIDTH; i++) x.part[i] = (lanes)(x.part[i] < y.part[i]);
+    return x.integers;
+}
+INLINE ivec at_most(vec a, vec b) {
+    union pieces x = {a}, y = {b};
+    for (int i = 0; i < LANES / WIDTH; i++) x.part[i] = (lanes)(x.part[i] <= y.part[i]);
+    return x.integers;
 }
 
 /* a * b + c with one rounding, or, where the processor has none such, with two. */
@@ -59,9 +98,26 @@ INLINE vec fma16(vec a, vec b, vec c) {
 #endif
 }
 
+INLINE lanes load_lanes(const float *p) { return *(const lanes_anywhere *)p; }
+INLINE void store_lanes(float *p, lanes x) { *(lanes_anywhere *)p = x; }
+
+/* a * b + c, as `fma16`. */
+INLINE lanes fma_lanes(lanes a, float b, lanes c) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < WIDTH; i++) c[i] = __builtin_fmaf(a[i], b, c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 /* exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0. */
 INLINE vec exp16(vec x) {
-    const ivec tiny = x < -87.0f;
+    const ivec tiny = less(x, splat(-87.0f));
     x = choose(tiny, splat(-87.0f), x);
     const vec shifted = fma16(x, splat(1.44269504f), splat(12582912.0f)); /* n in the low bits */
     const vec n = shifted - 12582912.0f;
@@ -108,6 +164,34 @@ INLINE bf16 narrow(float x) {
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
+/* 32 numbers as fp32: of bf16 the even ones, then the odd ones; else one half after the other. */
+struct two {
+    vec a, b;
+};
+#ifdef FLOAT32
+INLINE float to_float(scalar x) { return x; }
+INLINE scalar to_scalar(float x) { return x; }
+INLINE vec rounded(vec x) { return x; }
+INLINE struct two load2(const scalar *p) { return (struct two){load(p), load(p + LANES)}; }
+INLINE void store2(scalar *p, vec a, vec b) { store(p, a), store(p + LANES, b); }
+INLINE void store16(scalar *p, vec x) { store(p, x); }
+INLINE int64_t place_of(int half, int lane) { return half * LANES + lane; }
+#else
+typedef bf16 numbers16 __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+INLINE float to_float(scalar x) { return widen(x); }
+INLINE scalar to_scalar(float x) { return narrow(x); }
+INLINE vec rounded(vec x) { return (vec)round16(x); }
+INLINE struct two load2(const scalar *p) {
+    const uvec pairs = *(const anywhere *)p;
+    return (struct two){low(pairs), high(pairs)};
+}
+INLINE void store2(scalar *p, vec a, vec b) { *(anywhere *)p = (round16(a) >> 16) | round16(b); }
+INLINE void store16(scalar *p, vec x) {
+    *(numbers16 *)p = __builtin_convertvector(round16(x) >> 16, numbers16);
+}
+INLINE int64_t place_of(int half, int lane) { return 2 * lane + half; }
+#endif
+
 #define SWAP(step, low, high) \
     for (int i = 0; i < LANES; i++) \
         if (!(i & step)) { \
@@ -117,6 +201,34 @@ INLINE bf16 narrow(float x) {
         }
 #define LIST(...) __VA_ARGS__
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+/* Swap places of 8 x 8 numbers that are 16 apart. */
+INLINE void transpose8(const float *from, float *to) {
+    __m256 x[8], y[8];
+    for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps(from + i * LANES);
+    for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int k = 0; k < 2; k++) {
+            x[i + 2 * k] = _mm256_shuffle_ps(y[i + k], y[i + k + 2], 0x44);
+            x[i + 2 * k + 1] = _mm256_shuffle_ps(y[i + k], y[i + k + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * LANES, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * LANES, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+    }
+}
+
+INLINE void transpose(uvec x[LANES]) {
+    float from[LANES * LANES];
+    memcpy(from, x, sizeof from);
+    for (int i = 0; i < LANES; i += 8)
+        for (int k = 0; k < LANES; k += 8)
+            transpose8(from + i * LANES + k, (float *)x + k * LANES + i);
+}
+#else
 INLINE void transpose(uvec x[LANES]) {
     SWAP(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
          LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
@@ -127,6 +239,7 @@ INLINE void transpose(uvec x[LANES]) {
     SWAP(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
          LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
 }
+#endif
 
 /* Ask for up to 32 rows early; sizes in numbers of two bytes. */
 INLINE void fetch(const bf16 *p, int64_t stride, int64_t rows, int64_t width) {
@@ -167,12 +280,16 @@ int tiles_fit(const struct call *c);
 int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads);
 
 enum path { NO_PATH, VECTORS, TILES };                      /* which instructions: linear.c */
-enum form { DENSE, NARROW, SHORT, LEVELS_4, LEVELS_8 }; /* of packed weights: packed.h */
+#ifdef FLOAT32
+enum form { FLOATS, UPPER_HALVES }; /* of packed weights: floats.c */
+#else
+enum form { DENSE, NARROW, SHORT, LEVELS_4, LEVELS_8 }; /* packed.h */
+#endif
 
 /* A linear layer. */
 struct layer {
     const uint8_t *weight; /* packed */
-    const bf16 *bias;      /* or NULL */
+    const scalar *bias;    /* or NULL */
     int64_t outputs, inputs, path, form;
 };
 
@@ -182,22 +299,22 @@ enum { BLOCK = 32 }; /* outputs of a block; numbers of outputs and inputs are fi
    rows, its own inputs. Rows of zeros change nothing. */
 struct extra {
     const struct layer *layer;
-    const bf16 *x; /* rows of round_up(inputs, BLOCK) numbers, zeros behind the inputs */
+    const scalar *x; /* rows of round_up(inputs, BLOCK) numbers, zeros behind the inputs */
     int64_t stride;
 };
 
 /* Apply a layer to M rows for some blocks of its outputs, in the thread that calls; strides are in
    numbers between rows. An output has the bits that it has in every other division into calls. */
-void linear_blocks(const struct layer *l, const struct extra *e, const bf16 *x, int64_t stride,
-                   bf16 *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end);
+void linear_blocks(const struct layer *l, const struct extra *e, const scalar *x, int64_t stride,
+                   scalar *y, int64_t y_stride, int64_t rows, int64_t block, int64_t end);
 
 /* x: M rows, `stride` apart, of K numbers; y: M rows of N numbers. */
-void mars_linear(const struct layer *l, const bf16 *x, int64_t stride, bf16 *y, int64_t rows,
+void mars_linear(const struct layer *l, const scalar *x, int64_t stride, scalar *y, int64_t rows,
                  int64_t threads);
 
 /* Add up products of some groups of 32 inputs, from `group` to `end`, for one block of outputs and up
    to 32 rows: `sums` has 32 numbers per row. */
-void linear_sums(const struct layer *l, const bf16 *x, int64_t stride, float *sums, int64_t rows,
+void linear_sums(const struct layer *l, const scalar *x, int64_t stride, float *sums, int64_t rows,
                  int64_t block, int64_t group, int64_t end);
 
 #endif

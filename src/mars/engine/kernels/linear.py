@@ -1,9 +1,10 @@
-"""Linear layers in bf16 on the CPU: a row gets the same bits whatever stands beside it.
+"""Linear layers on the CPU: a row gets the same bits whatever stands beside it.
 
-`PackedLinears` runs the `nn.Linear` layers of a stock model through `linear.c` inside a `with`
-block and leaves no trace in the model. The weights exist twice then: as the model's parameters and
-packed, in the order in which the kernel reads them. Layers that were quantised once, in blocks of
-32 inputs as GGUF's Q4_0, Q4_1 and Q8_0, are packed in 4 or 8 bits (`packed.h`) and nothing is lost:
+`PackedLinears` runs the `nn.Linear` layers of a stock model through `linear.c` (bf16) or `floats.c`
+(fp32) inside a `with` block and leaves no trace in the model. The weights exist twice then: as the
+model's parameters and packed, in the order in which the kernel reads them. Layers in bf16 that were
+quantised once, in blocks of 32 inputs as GGUF's Q4_0, Q4_1 and Q8_0, are packed in 4 or 8 bits
+(`packed.h`), layers in fp32 with weights that are numbers of bf16 in 16 bits, and nothing is lost:
 the kernel computes with the very same weights. Parameters that are a mapped file, as those of
 a model loaded in the precision of its file, need no memory once they are packed: their pages are
 given back to the system, which reads them again when somebody wants them.
@@ -26,6 +27,9 @@ from mars.engine.kernels.compiler import load_kernels
 
 TILES = 2  # of `linear_path`: AMX
 _DENSE, _NARROW, _SHORT, *_LEVELS = range(5)  # forms of packed.h
+_FLOATS, _UPPER_HALVES = range(2)  # forms of floats.c
+_LARGEST = 0  # the form that takes the most memory, of both
+_DTYPES = (torch.bfloat16, torch.float32)
 _HALF = 16  # most outputs of a narrow layer, most inputs of a short one
 _LARGE_PAGE = 1 << 21
 _VECTORS_ONLY = "avx512"  # value of MARS_KERNELS: leave the tiles (AMX) alone
@@ -54,9 +58,9 @@ _Strides = ctypes.c_int64 * 4
 class PackedLinears:
     """Run the linear layers of models through the kernel inside a `with` block, without gradient.
 
-    Layers of exactly the type `nn.Linear`, on the CPU and in bf16, whose forward nobody has
-    replaced, are packed here, once each; the others are left alone, and all of them where there is
-    no kernel. Forward hooks fire as ever. A layer whose weight has been changed in place or
+    Layers of exactly the type `nn.Linear`, on the CPU and in bf16 or fp32, whose forward nobody
+    has replaced, are packed here, once each; the others are left alone, and those for which there
+    is no kernel. Forward hooks fire as ever. A layer whose weight has been changed in place or
     replaced is packed again when it is called. A change through `.data`, of which torch does not
     tell, is looked for when the next `PackedLinears` of the model is made, in eight weights of
     every layer: if one differs, all layers are packed again.
@@ -72,12 +76,9 @@ class PackedLinears:
         """
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
         layers, added = _layers(model), [x for adapter in adapters for x in _layers(adapter)]
-        path = linear_path() if layers or added else 0  # it compiles the kernels
-        if not path:
-            return
         with _first_packing:
-            stale = _stale([*layers, *added], path)
-            _pack(stale, path, set(added))
+            stale = _stale([*layers, *added])
+            _pack(stale, set(added))
             _let_go(stale, model)
             self._forwards = [(vars(m), _forward_of(m, _packed[m])) for m in [*layers, *added]]
 
@@ -107,8 +108,8 @@ def add_lora(a: nn.Linear, b: nn.Linear, x: Tensor, output: Tensor, start: int) 
         start: first column.
 
     Returns:
-        False, having done nothing, outside of a `PackedLinears` block that has packed both, and
-        where they or the tensors are no longer what the kernel takes.
+        False, having done nothing, outside of a `PackedLinears` block that has packed both, where
+        they or the tensors are no longer what the kernel takes, and in another dtype than bf16.
     """
     packed_a = getattr(a.__dict__.get("forward"), "packed", None)
     packed_b = getattr(b.__dict__.get("forward"), "packed", None)
@@ -117,7 +118,7 @@ def add_lora(a: nn.Linear, b: nn.Linear, x: Tensor, output: Tensor, start: int) 
     if not (packed_a.is_untouched(a) and packed_b.is_untouched(b)) or x.dtype != torch.bfloat16:
         return False
     (batches, columns, inputs), outputs = x.shape, packed_b.outputs
-    _kernels().mars_lora(
+    _kernels(x.dtype).mars_lora(
         *(packed_a.structure, packed_b.structure),
         *(x.data_ptr() + 2 * start * inputs, output.data_ptr() + 2 * start * outputs),
         _Strides(columns * inputs, inputs, columns * outputs, outputs),
@@ -144,17 +145,22 @@ def packed_bytes(model: nn.Module) -> int:
 
 def want_large_pages(memory: Tensor) -> None:
     """Ask for large pages for a tensor that nobody has touched yet, where that is possible."""
-    kernels = load_kernels() if memory.device.type == "cpu" else None
+    _ask_for_large_pages(memory, memory.dtype)
+
+
+def _ask_for_large_pages(memory: Tensor, dtype: torch.dtype) -> None:
+    kernels = load_kernels(dtype) if memory.device.type == "cpu" else None
     if kernels is not None:
         kernels.mars_advise(memory.data_ptr(), memory.nbytes)
 
 
-def linear_path() -> int:
-    """Return which instructions the kernel uses: 2 AMX, 1 AVX-512 BF16, 0 none: there is no kernel.
+def linear_path(dtype: torch.dtype) -> int:
+    """Return which instructions the kernel for a dtype uses; 0: there is none.
 
-    MARS_KERNELS=avx512 keeps it from using AMX.
+    bfloat16: 2 AMX, 1 AVX-512 BF16; MARS_KERNELS=avx512 keeps it from using AMX. float32: 1 vectors
+    with fused multiply-add.
     """
-    kernels = load_kernels()
+    kernels = load_kernels(dtype)
     if kernels is None:
         return 0
     return kernels.mars_linear_path(os.environ.get("MARS_KERNELS") != _VECTORS_ONLY)
@@ -163,38 +169,41 @@ def linear_path() -> int:
 class _Packed:
     """The packed weights of one layer, and what tells whether they are still those of the layer."""
 
-    def __init__(self, layer: nn.Linear, memory: Tensor, path: int, levels: Sequence[int]) -> None:
-        """Pack a layer into the first bytes of `memory`, in one of the forms `levels` if it can be.
+    def __init__(self, layer: nn.Linear, memory: Tensor, *, may_shrink: bool) -> None:
+        """Pack a layer into the first bytes of `memory`.
 
-        Else as it is. `memory` has as many bytes as `_most_bytes` says, at least.
+        `memory` has as many bytes as `_most_bytes` says, at least. `may_shrink`: levels are looked
+        for.
         """
         self.outputs, self.inputs = layer.weight.shape
-        self.layer = _Layer(None, None, self.outputs, self.inputs, path, _DENSE)
+        self.dtype = layer.weight.dtype
+        path = linear_path(self.dtype)
+        self.layer = _Layer(None, None, self.outputs, self.inputs, path, _LARGEST)
         self.structure = ctypes.addressof(self.layer)
         self.address = self.version = self.bias_address = 0
-        self._pack(layer, memory, (*levels, _plain_form(layer)))
+        self._pack(layer, memory, _forms(layer, may_shrink=may_shrink))
 
     def update(self, layer: nn.Linear) -> bool:
         """Pack the layer's weight again, or do nothing and return False where it does not fit."""
         if not _is_fit(layer) or layer.weight.shape != (self.outputs, self.inputs):
             return False
-        if not self._pack(layer, self.memory, (self.layer.form,)):  # no levels any more
+        if layer.weight.dtype != self.dtype:
+            return False
+        if not self._pack(layer, self.memory, (self.layer.form,)):  # it needs more memory now
             memory = torch.empty(_most_bytes(layer), dtype=torch.uint8)
-            self._pack(layer, memory, (_plain_form(layer),))
+            self._pack(layer, memory, _forms(layer, may_shrink=False)[-1:])
         return True
 
     def _pack(self, layer: nn.Linear, memory: Tensor, forms: Sequence[int]) -> bool:
         """Pack in the first of some forms that can hold the weights; False: in none."""
         weight, bias = layer.weight, layer.bias
         arguments = memory.data_ptr(), weight.data_ptr(), *weight.shape, weight.stride(0)
-        threads = torch.get_num_threads()
+        threads, kernels = torch.get_num_threads(), _kernels(self.dtype)
         with _packing:
             for form in forms:
-                if form not in _LEVELS:
-                    _kernels().mars_pack(*arguments, form, threads)
-                elif not _kernels().mars_pack_levels(*arguments, form, threads):
+                if not kernels.mars_pack(*arguments, form, threads):
                     continue
-                self.memory = memory[: _kernels().mars_packed_bytes(*weight.shape, form)]
+                self.memory = memory[: kernels.mars_packed_bytes(*weight.shape, form)]
                 self.layer.weight, self.layer.form = memory.data_ptr(), form
                 self.address, self.version = weight.data_ptr(), weight._version
                 self.bias_address = bias is not None and bias.data_ptr()
@@ -204,10 +213,11 @@ class _Packed:
                 return True
         return False
 
-    def is_of(self, layer: nn.Linear, path: int) -> bool:
-        """Whether these are the weights of the layer, as far as torch tells, for this path."""
-        fits = layer.weight.shape == (self.outputs, self.inputs) and self.layer.path == path
-        return fits and self.is_untouched(layer)
+    def is_of(self, layer: nn.Linear) -> bool:
+        """Whether these are the weights of the layer, as far as torch tells, for today's path."""
+        weight = layer.weight
+        fits = weight.shape == (self.outputs, self.inputs) and weight.dtype == self.dtype
+        return fits and self.layer.path == linear_path(self.dtype) and self.is_untouched(layer)
 
     def is_untouched(self, layer: nn.Linear) -> bool:
         """Look at what torch tells of changes."""
@@ -220,16 +230,23 @@ class PackedSample:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         """Look at layers that a `PackedLinears` has packed."""
-        found = [_packed[layer] for layer in layers]
-        self._structures = array("Q", [packed.structure for packed in found])
-        self._weights = array("Q", [packed.address for packed in found])
-        self._strides = array("q", [packed.sources[0].stride(0) for packed in found])
+        packed = [_packed[layer] for layer in layers]
+        self._arrays = {}
+        for dtype in {one.dtype for one in packed}:
+            found = [one for one in packed if one.dtype == dtype]
+            self._arrays[dtype] = (
+                array("Q", [one.structure for one in found]),
+                array("Q", [one.address for one in found]),
+                array("q", [one.sources[0].stride(0) for one in found]),
+            )
 
     def is_equal(self) -> bool:
         """Compare; the layers' weights must still be where they were."""
-        arrays = (self._structures, self._weights, self._strides)
-        pointers = (values.buffer_info()[0] for values in arrays)
-        return bool(_kernels().mars_are_packed(*pointers, len(self._structures)))
+        for dtype, arrays in self._arrays.items():
+            pointers = (values.buffer_info()[0] for values in arrays)
+            if not _kernels(dtype).mars_are_packed(*pointers, len(arrays[0])):
+                return False
+        return True
 
 
 def _layers(model: nn.Module) -> list[nn.Linear]:
@@ -238,8 +255,8 @@ def _layers(model: nn.Module) -> list[nn.Linear]:
     return [m for m in modules if type(m) is nn.Linear and _is_stock(m) and _is_fit(m)]
 
 
-def _kernels() -> ctypes.CDLL:
-    kernels = load_kernels()
+def _kernels(dtype: torch.dtype) -> ctypes.CDLL:
+    kernels = load_kernels(dtype)
     assert kernels is not None
     return kernels
 
@@ -251,33 +268,35 @@ def _is_stock(layer: nn.Linear) -> bool:
 
 def _is_fit(layer: nn.Linear) -> bool:
     bias = layer.bias
+    weight = layer.weight
     return (
-        _is_plain(layer.weight)
-        and layer.weight.numel() > 0
-        and (bias is None or (_is_plain(bias) and bias.is_contiguous()))
+        _is_plain(weight)
+        and weight.numel() > 0
+        and (bias is None or (_is_plain(bias, weight.dtype) and bias.is_contiguous()))
+        and linear_path(weight.dtype) > 0  # last: it compiles the kernels
     )
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.dtype == torch.bfloat16
+        and tensor.dtype in (dtypes or _DTYPES)
         and tensor.device.type == "cpu"
         and tensor.stride(-1) == 1
         and not tensor.is_inference()  # such tensors do not tell when they are changed
     )
 
 
-def _stale(layers: list[nn.Linear], path: int) -> list[nn.Linear]:
+def _stale(layers: list[nn.Linear]) -> list[nn.Linear]:
     """Return the layers that must be packed, anew or again."""
     known = [layer for layer in layers if layer in _packed]
-    kept = [layer for layer in known if _packed[layer].is_of(layer, path)]
+    kept = [layer for layer in known if _packed[layer].is_of(layer)]
     if not PackedSample(kept).is_equal():
         return layers
     return [layer for layer in layers if layer not in set(kept)]
 
 
-def _pack(layers: list[nn.Linear], path: int, added: set[nn.Linear]) -> None:
+def _pack(layers: list[nn.Linear], added: set[nn.Linear]) -> None:
     """Pack layers into one stretch of memory: with large pages it is read a quarter faster."""
     if not layers:
         return
@@ -285,9 +304,9 @@ def _pack(layers: list[nn.Linear], path: int, added: set[nn.Linear]) -> None:
     memory = torch.empty(sum(map(_most_bytes, layers)) + 2 * _LARGE_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % _LARGE_PAGE
     memory = memory[start:]
-    want_large_pages(memory)
+    _ask_for_large_pages(memory, layers[0].weight.dtype)
     for layer in layers:
-        packed = _Packed(layer, memory, path, () if layer in added else _LEVELS)
+        packed = _Packed(layer, memory, may_shrink=layer not in added)
         _packed[layer] = packed
         memory = memory[packed.memory.nbytes :]
 
@@ -304,19 +323,24 @@ def _let_go(layers: list[nn.Linear], model: nn.Module) -> None:
     for layer in layers:
         start = layer.weight.data_ptr()
         if start not in used and any(first <= start < end for first, end in files):
-            _kernels().mars_let_go(start, layer.weight.nbytes)
+            _kernels(layer.weight.dtype).mars_let_go(start, layer.weight.nbytes)
 
 
-def _plain_form(layer: nn.Linear) -> int:
-    """Return the form of weights as they are."""
+def _forms(layer: nn.Linear, *, may_shrink: bool) -> Sequence[int]:
+    """Return the forms to be tried; the last one holds any weights."""
+    if layer.weight.dtype == torch.float32:
+        return (_UPPER_HALVES, _FLOATS)
     if layer.out_features <= _HALF:
-        return _NARROW
-    return _SHORT if layer.in_features <= _HALF else _DENSE
+        plain = _NARROW
+    else:
+        plain = _SHORT if layer.in_features <= _HALF else _DENSE
+    return (*_LEVELS, plain) if may_shrink else (plain,)
 
 
 def _most_bytes(layer: nn.Linear) -> int:
     """Return the bytes of a layer's weights in the largest form."""
-    return _kernels().mars_packed_bytes(layer.out_features, layer.in_features, _DENSE)
+    kernels = _kernels(layer.weight.dtype)
+    return kernels.mars_packed_bytes(layer.out_features, layer.in_features, _LARGEST)
 
 
 def _mapped_files() -> list[tuple[int, int]]:
@@ -331,15 +355,15 @@ def _mapped_files() -> list[tuple[int, int]]:
 
 def _forward_of(module: nn.Linear, packed: _Packed) -> Callable[[Tensor], Tensor]:
     """Return what stands in for `module.forward`; every microsecond counts: 200 calls a step."""
-    run = _kernels().mars_linear
+    run = _kernels(packed.dtype).mars_linear
     parameters: dict[str, Any] = module._parameters
     inputs, shape = packed.inputs, (packed.outputs,)
     address = packed.structure  # a part of `packed`, which the closure keeps
     is_grad_enabled, num_threads = torch.is_grad_enabled, torch.get_num_threads
-    bfloat16, plain = torch.bfloat16, nn.Linear.forward
+    dtype, plain = packed.dtype, nn.Linear.forward
 
     def forward(x: Tensor) -> Tensor:
-        if is_grad_enabled() or x.dtype is not bfloat16 or not x.is_cpu or x.shape[-1] != inputs:
+        if is_grad_enabled() or x.dtype is not dtype or not x.is_cpu or x.shape[-1] != inputs:
             return plain(module, x)
         weight, bias = parameters["weight"], parameters["bias"]
         if (

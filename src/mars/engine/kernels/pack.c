@@ -6,10 +6,6 @@
 
 #include "packed.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 enum { SMALL = 1 << 16 }; /* weights that one thread packs faster alone */
 
 /* Bytes of a layer's packed weights. */
@@ -17,9 +13,9 @@ int64_t mars_packed_bytes(int64_t outputs, int64_t inputs, int64_t form) {
     return round_up(outputs, BLOCK) / BLOCK * (round_up(inputs, BLOCK) / BLOCK) * group_bytes(form);
 }
 
-/* Write weights (N rows, `stride` apart), dense, narrow or short. */
-void mars_pack(bf16 *to, const bf16 *weight, int64_t outputs, int64_t inputs, int64_t stride,
-               int64_t form, int64_t threads) {
+/* Write weights as they are: dense, narrow or short. */
+static void pack_plain(bf16 *to, const bf16 *weight, int64_t outputs, int64_t inputs,
+                       int64_t stride, int64_t form, int64_t threads) {
     const int64_t padded = round_up(inputs, BLOCK), blocks = round_up(outputs, BLOCK) / BLOCK;
     const int64_t wide = form == NARROW ? LINE / 2 : BLOCK, deep = form == SHORT ? LINE / 2 : BLOCK;
     (void)threads;
@@ -165,11 +161,9 @@ static void put_levels(uint8_t *group, int64_t form, int64_t output, const struc
 }
 #endif
 
-/* Write weights as levels; K must be a multiple of 32.
-
-   Returns 0 where not all of them are such; what has been written means nothing then. */
-int64_t mars_pack_levels(uint8_t *to, const bf16 *weight, int64_t outputs, int64_t inputs,
-                         int64_t stride, int64_t form, int64_t threads) {
+/* Write weights as levels; K must be a multiple of 32. */
+static int pack_levels(uint8_t *to, const bf16 *weight, int64_t outputs, int64_t inputs,
+                       int64_t stride, int64_t form, int64_t threads) {
     int fits = 0;
     (void)threads;
 #ifdef HAS_VECTORS
@@ -208,6 +202,17 @@ int64_t mars_pack_levels(uint8_t *to, const bf16 *weight, int64_t outputs, int64
     return fits;
 }
 
+/* Pack weights (N rows, `stride` apart) in a form.
+
+   Returns 0 where it cannot hold them; what has been written means nothing then. */
+int64_t mars_pack(void *to, const bf16 *weight, int64_t outputs, int64_t inputs, int64_t stride,
+                  int64_t form, int64_t threads) {
+    if (form == LEVELS_4 || form == LEVELS_8)
+        return pack_levels(to, weight, outputs, inputs, stride, form, threads);
+    pack_plain(to, weight, outputs, inputs, stride, form, threads);
+    return 1;
+}
+
 /* Whether a sample of each layer's weights still equals the packed ones: eight numbers of a row, so
    that few pages of weights that were let go come back. */
 int64_t mars_are_packed(const struct layer *const *layers, const bf16 *const *weights,
@@ -231,30 +236,4 @@ int64_t mars_are_packed(const struct layer *const *layers, const bf16 *const *we
     (void)layers, (void)weights, (void)strides, (void)count;
 #endif
     return 1;
-}
-
-/* Tell the system something about the whole pages of some memory. */
-static void advise(const void *memory, int64_t bytes, uintptr_t page, int advice) {
-#ifdef __linux__
-    const uintptr_t start = ((uintptr_t)memory + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
-    if (advice && end > start) madvise((void *)start, end - start, advice);
-#else
-    (void)memory, (void)bytes, (void)page, (void)advice;
-#endif
-}
-
-#ifndef MADV_HUGEPAGE
-#define MADV_HUGEPAGE 0
-#endif
-#ifndef MADV_PAGEOUT
-#define MADV_PAGEOUT 0
-#endif
-
-/* Ask for large pages before the memory is touched. */
-void mars_advise(void *memory, int64_t bytes) { advise(memory, bytes, 1 << 21, MADV_HUGEPAGE); }
-
-/* Let the pages of a mapped file go; they come back when they are read. Changed ones stay. */
-void mars_let_go(const void *memory, int64_t bytes) {
-    advise(memory, bytes, 1 << 12, MADV_PAGEOUT);
 }

@@ -42,10 +42,10 @@ INLINE vec log16(vec x) {
 /* From 40 bits, as numbers, to noise. */
 INLINE vec noise16(vec upper_bits) {
     vec u = (upper_bits + 0.5f) * 0x1p-40f;
-    u = choose(u > 1.0f - 0x1p-24f, splat(1.0f - 0x1p-24f), u);
+    u = choose(less(splat(1.0f - 0x1p-24f), u), splat(1.0f - 0x1p-24f), u);
     /* -log(1 - u): what rounding 1 - u has lost is in u / (1 - rounded). */
     const vec rest = 1.0f - u, lost = 1.0f - rest;
-    const ivec is_tiny = lost == 0.0f;
+    const ivec is_tiny = at_most(lost, splat(0.0f)); /* it is not negative */
     const vec exact = -log16(rest) * u / choose(is_tiny, splat(1.0f), lost);
     return -log16(choose(is_tiny, u, exact));
 }
@@ -146,25 +146,27 @@ int64_t sample_candidates(struct candidate *c, int64_t count, const struct sampl
 }
 
 /* Without filters: all tokens. */
-static int64_t sample_all(const bf16 *x, int64_t count, float temperature, uint64_t state) {
+static int64_t sample_all(const scalar *x, int64_t count, float temperature, uint64_t state) {
     const float inverse = 1.0f / temperature;
-    const integers even = {0, 2, 4, 6, 8, 10, 12, 14};
+    integers lane[2][2]; /* which numbers stand in the lanes of a pair of vectors */
+    for (int h = 0; h < 2; h++)
+        for (int k = 0; k < LANES; k++) lane[h][k / 8][k % 8] = place_of(h, k);
     vec most[2] = {splat(-INFINITY), splat(-INFINITY)};
     ivec where[2] = {{0}};
     float bound = -INFINITY;
     int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        const uvec pairs = *(const anywhere *)(x + i);
-        const vec value[2] = {low(pairs), high(pairs)};
+        const struct two v = load2(x + i);
+        const vec value[2] = {v.a, v.b};
         const float least = bound - doubt(bound);
         for (int h = 0; h < 2; h++) {
             const vec gap = value[h] * inverse - least;
-            if (!any(gap > -MOST_NOISE)) continue;
-            const vec bits = upper_bits16(state, i + h + even, i + h + even + 16);
-            const vec most_u = exp16(choose(gap > 0.0f, splat(0.0f), gap)) * SLACK;
-            if (!any(bits * 0x1p-40f <= most_u)) continue;
+            if (!any(less(splat(-MOST_NOISE), gap))) continue;
+            const vec bits = upper_bits16(state, i + lane[h][0], i + lane[h][1]);
+            const vec most_u = exp16(choose(less(splat(0.0f), gap), splat(0.0f), gap)) * SLACK;
+            if (!any(at_most(bits * 0x1p-40f, most_u))) continue;
             const vec score = value[h] / temperature + noise16(bits);
-            const ivec wins = score > most[h];
+            const ivec wins = less(most[h], score);
             most[h] = choose(wins, score, most[h]);
             where[h] = (wins & (int32_t)i) | (~wins & where[h]);
             for (int k = 0; k < LANES; k++) bound = most[h][k] > bound ? most[h][k] : bound;
@@ -174,51 +176,51 @@ static int64_t sample_all(const bf16 *x, int64_t count, float temperature, uint6
     int64_t token = 0;
     for (int h = 0; h < 2; h++)
         for (int k = 0; k < LANES; k++) {
-            const int64_t id = where[h][k] + 2 * k + h;
+            const int64_t id = where[h][k] + place_of(h, k);
             if (most[h][k] > best || (most[h][k] == best && id < token)) best = most[h][k], token = id;
         }
     for (; i < count; i++) {
-        const float score = widen(x[i]) / temperature + noise_of_one(state, i);
+        const float score = to_float(x[i]) / temperature + noise_of_one(state, i);
         if (score > best) best = score, token = i;
     }
     return token;
 }
 
 /* Sum of exp((x - top) / temperature). */
-static float mass_of(const bf16 *x, int64_t count, float top, float temperature) {
+static float mass_of(const scalar *x, int64_t count, float top, float temperature) {
     vec sum = {0};
     int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        const uvec pairs = *(const anywhere *)(x + i);
-        sum += exp16((low(pairs) - top) / temperature);
-        sum += exp16((high(pairs) - top) / temperature);
+        const struct two v = load2(x + i);
+        sum += exp16((v.a - top) / temperature);
+        sum += exp16((v.b - top) / temperature);
     }
     float total = 0;
     for (int k = 0; k < LANES; k++) total += sum[k];
-    for (; i < count; i++) total += expf((widen(x[i]) - top) / temperature);
+    for (; i < count; i++) total += expf((to_float(x[i]) - top) / temperature);
     return total;
 }
 
 /* The numbers from `floor` on, in their order; return how many. */
-static int64_t find(struct candidate *found, const bf16 *x, int64_t count, float floor) {
+static int64_t find(struct candidate *found, const scalar *x, int64_t count, float floor) {
     int64_t number = 0;
     for (int64_t i = 0; i < count; i += 2 * LANES) {
         if (i + 2 * LANES <= count) {
-            const uvec pairs = *(const anywhere *)(x + i);
-            if (!any((low(pairs) >= floor) | (high(pairs) >= floor))) continue;
+            const struct two v = load2(x + i);
+            if (!any(at_most(splat(floor), v.a) | at_most(splat(floor), v.b))) continue;
         }
         for (int64_t j = i; j < count && j < i + 2 * LANES; j++)
-            if (widen(x[j]) >= floor) found[number++] = (struct candidate){widen(x[j]), j};
+            if (to_float(x[j]) >= floor) found[number++] = (struct candidate){to_float(x[j]), j};
     }
     return number;
 }
 
-/* Sort numbers of bf16 in ascending order of their ids by falling value, with room for as many behind
-   them: by the lower eight bits, then by the upper ones; equals keep their order. */
+/* Sort numbers in ascending order of their ids by falling value, with room for as many behind
+   them: by eight bits after the other, from the lowest on; equals keep their order. */
 static void sort(struct candidate *c, int64_t count) {
-    for (int shift = 16; shift < 32; shift += 8) {
-        const struct candidate *from = shift == 16 ? c : c + count;
-        struct candidate *to = shift == 16 ? c + count : c;
+    for (int shift = 32 - 8 * (int)sizeof(scalar); shift < 32; shift += 8) {
+        const struct candidate *from = shift % 16 ? c + count : c;
+        struct candidate *to = shift % 16 ? c : c + count;
         int64_t start[257] = {0};
         for (int pass = 0; pass < 2; pass++) {
             for (int64_t i = 0; i < count; i++) {
@@ -233,7 +235,7 @@ static void sort(struct candidate *c, int64_t count) {
     }
 }
 
-int64_t sample(const bf16 *x, int64_t count, const struct sampling *s, float top, int64_t position) {
+int64_t sample(const scalar *x, int64_t count, const struct sampling *s, float top, int64_t position) {
     if (s->top_k <= 0 && s->top_p >= 1 && s->min_p <= 0)
         return sample_all(x, count, s->temperature, hash(hash(0, s->seed), position));
     struct candidate *found = malloc(2 * count * sizeof *found);

@@ -19,7 +19,7 @@ struct candidate {
 };
 
 /* Choose the token at a position; `top`: the largest logit. */
-int64_t sample(const bf16 *logits, int64_t count, const struct sampling *s, float top,
+int64_t sample(const scalar *logits, int64_t count, const struct sampling *s, float top,
                int64_t position);
 
 /* The same among some tokens, which are reordered. */
