@@ -16,6 +16,7 @@ from mars.checkpoint import Checkpoint, MarsConfig
 from mars.decoding.plan import RowPlan
 from mars.decoding.planner import Planner
 from mars.engine.decoder import FusedDecoder
+from mars.engine.runner import Runner
 from mars.engine.step_times import Seconds, StepTimes
 
 torch.set_num_threads(max(1, min(2, torch.get_num_threads())))
@@ -121,3 +122,14 @@ def tiny_checkpoint(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Ch
         )
 
     return make
+
+
+def slots_of(runner: Runner, of_keys: bool) -> list[torch.Tensor]:
+    """Return the keys or values in the cache of a model, (rows, heads, slots, width) per layer."""
+    cache = runner.cache
+    tensors = cache.keys if of_keys else cache.values
+    if cache.unit == 1:
+        return tensors
+    assert tensors[0].dtype == torch.float32, "the units of matrix tiles look different"
+    units = [x.unflatten(-1, (-1, cache.unit) if of_keys else (cache.unit, -1)) for x in tensors]
+    return [(x.mT if of_keys else x).flatten(2, 3) for x in units]

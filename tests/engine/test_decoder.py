@@ -16,7 +16,7 @@ from mars.engine.decoder import FusedDecoder, gather_rows
 from mars.engine.kernels.linear import linear_path
 from mars.engine.runner import FlatOutputs, Runner
 from mars.gated import GatedAdapter, GatedConfig
-from tests.conftest import make_model
+from tests.conftest import make_model, slots_of
 
 DTYPE = torch.bfloat16  # of models; the fixture `dtype` sets it
 FUSED = ["llama", "qwen2", "qwen3", "mistral"]
@@ -191,12 +191,10 @@ def test_after_any_accept_pattern_the_cache_equals_a_fresh_prefill(data):
     for number, row in enumerate(tokens):
         fresh = open_rows(model, 1)
         assert torch.equal(fresh.forward(0, [row], [RowPlan()])[0][0], logits[number])
-        for mine, theirs in zip(
-            fresh.cache.keys + fresh.cache.values,
-            runner.cache.keys + runner.cache.values,
-            strict=True,
-        ):
-            assert torch.equal(mine[0, :, : len(row)], theirs[number, :, : len(row)])
+        for of_keys in (False, True):
+            pairs = zip(slots_of(fresh, of_keys), slots_of(runner, of_keys), strict=True)
+            for mine, theirs in pairs:
+                assert torch.equal(mine[0, :, : len(row)], theirs[number, :, : len(row)])
 
 
 @lru_cache

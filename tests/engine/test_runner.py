@@ -11,7 +11,7 @@ from mars.compat import _forward_signature
 from mars.decoding.plan import RowPlan
 from mars.engine.runner import Runner
 from mars.gated import GatedAdapter, GatedConfig, mask_columns
-from tests.conftest import FAMILIES, make_model
+from tests.conftest import FAMILIES, make_model, slots_of
 
 MASK = 3
 V = 260
@@ -55,16 +55,18 @@ def test_a_step_equals_the_plain_forward_for_every_prefix_and_offset(
 
 
 def assert_cache_is_fresh(model: PreTrainedModel, runner: Runner, tokens: list[list[int]]) -> None:
+    keys, values = (slots_of(runner, of_keys) for of_keys in (True, False))
     for row, cached in enumerate(runner.cached):
+        place = runner.places[row]
         fresh = DynamicCache()
         with torch.no_grad():
             model(torch.tensor([tokens[row][:cached]]), **{CACHE_ARGUMENT: fresh})
         for layer, expected in enumerate(fresh.layers):
             for mine, theirs in (
-                (runner.cache.keys[layer], expected.keys),
-                (runner.cache.values[layer], expected.values),
+                (keys[layer], expected.keys),
+                (values[layer], expected.values),
             ):
-                torch.testing.assert_close(mine[row, :, :cached], theirs[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(mine[place, :, :cached], theirs[0], atol=1e-4, rtol=1e-4)
 
 
 steps_of_row = st.tuples(st.integers(1, 30), st.lists(st.integers(1, 5), min_size=1, max_size=6))

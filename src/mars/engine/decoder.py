@@ -39,7 +39,7 @@ _LINEARS = (
 PHASES = ("linear layers", "attention", "output layer", "other")
 """What the time of a forward goes into, in the order of decoder.c."""
 _decoders: WeakKeyDictionary[PreTrainedModel, "FusedDecoder"] = WeakKeyDictionary()  # the latest
-_UNIT = 32  # the feed-forward width must be a multiple; with matrix tiles, slots in a cache unit
+_UNIT = 32  # the feed-forward width must be a multiple; slots in a cache unit
 
 
 class _Linear(ctypes.Structure):
@@ -129,8 +129,10 @@ class FusedDecoder:
         self.num_layers, self.dtype = len(decoder.layers), model.dtype
         self.head_width = attention.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_width
-        has_tiles = linear_path(model.dtype) == TILES and self.head_width % _UNIT == 0
-        self.cache_unit = _UNIT if has_tiles else 1
+        has_units = self.head_width % 2 == 0  # in fp32 two dimensions are taken at once
+        if model.dtype == torch.bfloat16:
+            has_units = linear_path(model.dtype) == TILES and self.head_width % _UNIT == 0
+        self.cache_unit = _UNIT if has_units else 1
         # Packs what is new or changed; the second copy of the weights lives as long as the model.
         PackedLinears(model, *([] if adapter is None else [adapter]))
         self._point(model, adapter)

@@ -235,7 +235,9 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
               c->slots - unit_of[next] * UNIT, c->width * size / 2);
         fetch((const bf16 *)(value + unit_of[u] * UNIT * value_stride), value_stride / 2,
               c->slots - unit_of[u] * UNIT, c->value_width * size / 2);
-        for (int half = 0; half < 2; half++) {
+        const float *kt = unit;
+        if (c->in_units) kt = (const float *)key + unit_of[u] * UNIT * c->width;
+        for (int half = 0; half < 2 && !c->in_units; half++) {
             const int64_t slot = unit_of[u] * UNIT + half * LANES;
             load_keys(unit + half * LANES, key + slot * key_stride, key_stride, c->slots - slot,
                       c->width, c->is_bf16);
@@ -243,7 +245,7 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
         for (int64_t i = 0; i < num; i += SCORES)
             for (int64_t slot = 0; slot < UNIT; slot += SCORE_VECTORS * WIDTH) {
 #define SCORE(n) score_tile(n, score + i * padded + u * UNIT + slot, padded, q + i * width, width, \
-                            unit + slot, c->width)
+                            kt + slot, c->width)
                 FOR_TILE(num - i, SCORES, SCORE)
             }
     }

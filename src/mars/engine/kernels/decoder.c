@@ -39,7 +39,7 @@ struct decoder {
     const struct layer *head;
     const scalar *cosine, *sine; /* positions x W */
     int64_t num_blocks, width, heads, kv_heads, head_width, inner;
-    int64_t in_units; /* the cache consists of units of slots, for tiles */
+    int64_t in_units; /* the cache consists of units of slots */
     float epsilon, scale;
 };
 
@@ -195,10 +195,8 @@ static void place_heads(const struct decoder *m, const struct step *s, struct sh
                 scalar *x = (is_key ? h->key : h->value) + (n * heads + g / 2) * width;
                 if (is_key) turn(m, s, x, b->key_norm, n);
                 if (!m->in_units) memcpy(to + slot * width, x, width * sizeof *x);
-#ifndef FLOAT32
                 else if (is_key) put_key(to, slot, x, width);
                 else put_value(to, slot, x, width);
-#endif
             }
         }
     }

@@ -253,7 +253,7 @@ struct call {
     int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2]; /* elements */
     int64_t is_bf16, has_tiles, threads;
     float scale; /* not negative */
-    int64_t in_units; /* keys and values lie as attention_tiles.c says; needs tiles */
+    int64_t in_units; /* keys and values lie as `put_key` and `put_value` write them */
     int64_t ahead;    /* numbers from these keys and values to the next ones that the thread needs, in
                          units; 0: unknown */
 };
@@ -265,8 +265,19 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
             int64_t num);
 
 /* Write a token's key, or value, into its slot of a row and head that lie in units. */
+#ifdef FLOAT32
+/* A unit of keys is what scores are computed from: slots within dimensions. Values lie as ever. */
+INLINE void put_key(float *keys, int64_t slot, const float *key, int64_t width) {
+    keys += slot / SLOTS * SLOTS * width + slot % SLOTS;
+    for (int64_t d = 0; d < width; d++) keys[d * SLOTS] = key[d];
+}
+INLINE void put_value(float *values, int64_t slot, const float *value, int64_t width) {
+    memcpy(values + slot * width, value, width * sizeof *value);
+}
+#else
 void put_key(bf16 *keys, int64_t slot, const bf16 *key, int64_t width);
 void put_value(bf16 *values, int64_t slot, const bf16 *value, int64_t width);
+#endif
 
 #ifdef HAS_TILES
 /* The same for one row and key-value head, where matrix tiles serve. */
