@@ -1,15 +1,16 @@
 """What the time of a step goes into, and how close that is to the machine.
 
-    python benchmarks/step.py [--rows 1 2 4 8 32] [--columns 1 5 17] [--context 256] [--json FILE]
+    python benchmarks/step.py [--rows 1 2 4 8 32] [--columns 1 5 17] [--context 256]
+                              [--dtype auto|bfloat16|float32] [--json FILE]
 
-One step of `exact`: a forward of the default model in bfloat16 by `decoder.c`, and the decision.
+One step of `exact`: a forward of the default model by `decoder.c`, and the decision.
 Columns are those of a row: its last token, drafts, and masks in groups of four. Every figure is
 that of the fastest of some repetitions. "Python" is what is left of the step: laying out columns,
 making tensors, deciding.
 
 The floor is the larger of two times: the bytes of packed weights and of keys and values that a
 forward reads, by the bandwidth of a plain sum over much memory, measured here with the same
-threads; and its multiplications, by the rate of a large matrix product of torch.
+threads; and its multiplications, by the rate of a large matrix product of torch in that precision.
 """
 
 import argparse
@@ -57,10 +58,10 @@ def bandwidth() -> float:
     return memory.nbytes / fastest(memory.sum, 10)
 
 
-def matrix_rate() -> float:
-    """Return the multiplications and additions per second of a product of bf16 matrices."""
+def matrix_rate(dtype: torch.dtype) -> float:
+    """Return the multiplications and additions per second of a product of matrices."""
     size = 2048
-    a, b = torch.ones(2, size, size, dtype=torch.bfloat16)
+    a, b = torch.ones(2, size, size, dtype=dtype)
     return 2 * size**3 / fastest(lambda: a @ b, 10)
 
 
@@ -70,7 +71,8 @@ def measure(model, rows: int, columns: int, context: int, repeats: int) -> dict[
     decoder = runner._decoder
     if decoder is None:
         raise SystemExit(
-            "decoder.c does not run here: it needs AVX-512 BF16 or AMX, and a compiler."
+            f"decoder.c does not run here in {model.dtype}: bfloat16 needs AVX-512 BF16 or AMX, "
+            "float32 AVX2 or the like, both a compiler."
         )
     tokens = [[(7 * i + row) % 97 for i in range(context)] for row in range(rows)]
     for _ in tokens:
@@ -101,7 +103,8 @@ def floor(model, rows: int, columns: int, context: int, speeds: tuple[float, flo
     cached = rows * context * 2 * heads * config.num_hidden_layers
     attention = 2 * 2 * rows * columns * context * config.num_attention_heads * config.head_dim
     operations = 2 * weights * rows * columns + attention * config.num_hidden_layers
-    return 1e3 * max((packed_bytes(model) + 2 * cached) / speeds[0], operations / speeds[1])
+    read = packed_bytes(model) + model.dtype.itemsize * cached
+    return 1e3 * max(read / speeds[0], operations / speeds[1])
 
 
 def main() -> None:
@@ -110,11 +113,12 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[1, 5, 8, 17])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model = load(None, dtype="bfloat16").model
-    speeds = bandwidth(), matrix_rate()
-    print(f"memory {speeds[0] / 1e9:.1f} GB/s, matrices {speeds[1] / 1e12:.2f} TFLOP/s")
+    model = load(None, dtype=args.dtype).model
+    speeds = bandwidth(), matrix_rate(model.dtype)
+    print(f"{model.dtype}: memory {speeds[0] / 1e9:.1f} GB/s, {speeds[1] / 1e12:.3f} TFLOP/s")
     names = ["step", "median step", *PHASES, "Python", "floor"]
     print("| rows x columns |", " | ".join(names), "|\n|" + "---|" * (len(names) + 1))
     results = []

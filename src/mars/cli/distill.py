@@ -45,7 +45,7 @@ def distill(
     seed: Seed = DEFAULTS.seed,
     max_new_tokens: MaxNewTokens = DEFAULTS.max_new_tokens,
     batch_size: BatchSize = 64,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Read only the first prompts; all if left out.")
     ] = None,

@@ -18,12 +18,18 @@
 
 #include "tiles.h"
 
-enum { UNIT = 2 * LANES, MAX_QUERIES = 64, MIN_QUERIES = 8 };
+enum { UNIT = 2 * LANES, MAX_QUERIES = 64 };
 /* How many queries, and vectors of slots or dimensions, have their sums in registers. */
 #ifdef __AVX512F__
 enum { SCORES = 4, SCORE_VECTORS = 2, VALUES = 4, VALUE_VECTORS = 4 };
 #else
 enum { SCORES = 3, SCORE_VECTORS = 2, VALUES = 2, VALUE_VECTORS = 4 };
+#endif
+/* Queries of a task: at least, and a multiple of which. */
+#ifdef FLOAT32
+enum { MIN_QUERIES = 2 * SCORES, TOGETHER = SCORES };
+#else
+enum { MIN_QUERIES = 8, TOGETHER = LANES }; /* tiles */
 #endif
 enum { SMALL_CALL = 1 << 17 }; /* multiply-adds of a call that one thread does faster alone */
 
@@ -294,7 +300,7 @@ void attend(const struct call *c, char *out, const char *query, const char *key,
 int64_t queries_per_task(int64_t queries, int64_t pairs, int64_t threads) {
     int64_t parts = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
     while (pairs * parts < 2 * threads && queries / (parts + 1) >= MIN_QUERIES) parts++;
-    return ((queries + parts - 1) / parts + LANES - 1) / LANES * LANES;
+    return round_up((queries + parts - 1) / parts, TOGETHER);
 }
 
 void mars_attention(const struct call *c, char *out, const char *query, const char *key,

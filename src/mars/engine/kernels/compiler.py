@@ -26,6 +26,7 @@ _HEADER_NAMES = (
     "tiles.h",
     "sums.h",
     "barrier.h",
+    "decoder.h",
     "elementwise.h",
     "sample.h",
 )

@@ -19,14 +19,14 @@ enum { STRETCH = 128 };   /* of logits, with a maximum of its own */
 
 struct head {
     const float *from_hidden, *bias, *from_token, *output; /* H x D, H, H x D, D x H */
-    const scalar *embedding, *logit;                         /* V x D */
+    const scalar *embedding, *logit;                           /* V x D */
     int64_t inner;
 };
 
 struct decision {
     const struct head *head; /* or NULL */
-    scalar *logits;            /* O x V; overwritten at `forbidden` */
-    const scalar *hidden;      /* O x D */
+    scalar *logits;          /* O x V; overwritten at `forbidden` */
+    const scalar *hidden;    /* O x D */
     const int64_t *real_start, *mask_start;   /* rows + 1, into the outputs */
     const int64_t *drafts;                    /* of all rows */
     const int64_t *groups, *group_start, *window; /* accept lengths of all rows; rows + 1; rows */

@@ -16,45 +16,9 @@
 #include <omp.h>
 #endif
 
-#include "barrier.h"
+#include "decoder.h"
 #include "elementwise.h"
 #include "tiles.h"
-
-enum { QUERY, KEY, VALUE, ATTENTION_OUTPUT, GATE, UP, DOWN, NUM_LINEARS };
-
-struct linear {
-    const struct layer *main, *lora_a, *lora_b; /* no LoRA: NULL */
-};
-
-struct block {
-    struct linear linears[NUM_LINEARS];
-    const scalar *attention_norm, *mlp_norm;
-    const scalar *query_norm, *key_norm; /* per head, or NULL */
-};
-
-struct decoder {
-    const struct block *blocks;
-    const scalar *embedding, *mask_embedding; /* masks are ordinary tokens: NULL */
-    const scalar *final_norm;
-    const struct layer *head;
-    const scalar *cosine, *sine; /* positions x W */
-    int64_t num_blocks, width, heads, kv_heads, head_width, inner;
-    int64_t in_units; /* the cache consists of units of slots */
-    float epsilon, scale;
-};
-
-struct step {
-    scalar *const *keys, *const *values; /* per block: rows of the cache x G x slots x W */
-    const int64_t *token, *position, *slot, *limit, *first; /* N; a column sees slots < limit and
-                                                               those from `first` to its own */
-    const int64_t *mask_index;  /* of each mask in the mask embeddings */
-    const int64_t *real_start, *mask_start; /* rows + 1: where the columns of a row begin */
-    const int64_t *place;       /* rows: where in the cache each is */
-    const int64_t *output;      /* columns whose logits are wanted */
-    scalar *hidden, *logits;      /* of these: x D, x V */
-    int64_t *spent;             /* nanoseconds of each phase, added to; NULL: nobody asks */
-    int64_t columns, rows, cache_slots, outputs, threads;
-};
 
 enum { LINEAR, ATTENTION, HEAD, OTHER }; /* phases */
 
@@ -76,19 +40,6 @@ static void apply(const struct linear *l, const scalar *x, int64_t stride, scala
     const struct extra lora = {l->lora_b, inner, rank};
     linear_blocks(l->main, &lora, x, stride, y, y_stride, columns, block, end);
 }
-
-/* What lies between the threads of a call. */
-struct shared {
-    struct barrier barrier;
-    scalar *x, *normed, *query, *key, *value, *attended, *gate, *up, *output;
-    float *sums;      /* of LoRA: PIECES x ALIKE x rank / BLOCK x masks x BLOCK */
-    scalar *inner;      /* threads x ALIKE x N x rank; zeros for real columns */
-    uint8_t *visible; /* N x visible_stride */
-    int64_t *columns; /* of every row, one row after another */
-    int64_t *taken;   /* attention tasks, for every block */
-    int64_t visible_stride, num_real, num_masks;
-    int64_t rank; /* filled up; 0: no masks, or no layer has LoRA */
-};
 
 enum { MASKS = 32 }; /* that one thread takes through LoRA at once: two tiles */
 enum { PIECES = 4 }; /* of the inputs of A */
@@ -333,10 +284,9 @@ static int64_t lora_rank(const struct decoder *m, int64_t masks) {
     return round_up(most, BLOCK);
 }
 
-int64_t mars_decoder(const struct decoder *m, const struct step *s) {
-    const int64_t columns = s->columns, num_real = s->real_start[s->rows];
-    struct shared all = {.num_real = num_real, .num_masks = columns - num_real}, *h = &all;
-    /* 1. Scratch, in one piece; sizes in bytes. */
+/* Scratch in one piece, into which the pointers of `h` are set; NULL: there is no memory. */
+static void *set_up(const struct decoder *m, const struct step *s, struct shared *h) {
+    const int64_t columns = s->columns;
     int64_t slots = 1;
     for (int64_t n = 0; n < columns; n++) {
         slots = s->slot[n] + 1 > slots ? s->slot[n] + 1 : slots;
@@ -345,42 +295,50 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
     h->visible_stride = round_up(slots, 64);
     const int64_t kv = m->kv_heads * m->head_width, queries = m->heads * m->head_width;
     const int64_t rank = h->rank = lora_rank(m, h->num_masks), wide = spaced(m->inner);
+    const int64_t own = s->threads * ALIKE * columns * rank;
     const struct {
         void *pointer;
-        int64_t count, size;
+        int64_t bytes;
     } parts[] = {
-        {&h->x, columns * m->width, sizeof *h->x},
-        {&h->normed, columns * spaced(m->width), sizeof *h->normed},
-        {&h->query, columns * queries, sizeof *h->query},
-        {&h->key, columns * kv, sizeof *h->key},
-        {&h->value, columns * kv, sizeof *h->value},
-        {&h->attended, columns * queries, sizeof *h->attended},
-        {&h->gate, columns * wide, sizeof *h->gate},
-        {&h->up, columns * wide, sizeof *h->up},
-        {&h->output, columns * m->width, sizeof *h->output},
-        {&h->visible, columns * h->visible_stride, sizeof *h->visible},
-        {&h->columns, columns, sizeof *h->columns},
-        {&h->inner, s->threads * ALIKE * columns * rank, sizeof *h->inner},
-        {&h->sums, PIECES * ALIKE * rank * h->num_masks, sizeof *h->sums},
-        {&h->taken, m->num_blocks, sizeof *h->taken},
+        {&h->x, columns * m->width * sizeof *h->x},
+        {&h->normed, columns * spaced(m->width) * sizeof *h->normed},
+        {&h->query, columns * queries * sizeof *h->query},
+        {&h->key, columns * kv * sizeof *h->key},
+        {&h->value, columns * kv * sizeof *h->value},
+        {&h->attended, columns * queries * sizeof *h->attended},
+        {&h->gate, columns * wide * sizeof *h->gate},
+        {&h->up, columns * wide * sizeof *h->up},
+        {&h->output, columns * m->width * sizeof *h->output},
+        {&h->visible, columns * h->visible_stride},
+        {&h->columns, columns * sizeof *h->columns},
+        {&h->inner, own * sizeof *h->inner},
+        {&h->sums, PIECES * ALIKE * rank * h->num_masks * sizeof *h->sums},
+        {&h->taken, m->num_blocks * sizeof *h->taken},
     };
     enum { PARTS = sizeof parts / sizeof *parts, LINE = 64 };
     int64_t total = 0;
-    for (int i = 0; i < PARTS; i++) total += round_up(parts[i].count * parts[i].size, LINE) + LINE;
+    for (int i = 0; i < PARTS; i++) total += round_up(parts[i].bytes, LINE) + LINE;
     char *memory = aligned_alloc(LINE, total), *next = memory;
-    if (!memory) return 1;
+    if (!memory) return NULL;
     for (int i = 0; i < PARTS; i++) {
         memcpy(parts[i].pointer, &next, sizeof next);
-        next += round_up(parts[i].count * parts[i].size, LINE) + LINE;
+        next += round_up(parts[i].bytes, LINE) + LINE;
     }
-    memset(h->inner, 0, s->threads * ALIKE * columns * rank * sizeof *h->inner);
+    memset(h->inner, 0, own * sizeof *h->inner);
     memset(h->taken, 0, m->num_blocks * sizeof *h->taken);
-    /* 2. The columns of each row. */
     for (int64_t r = 0, i = 0; r < s->rows; r++) {
         for (int64_t n = s->real_start[r]; n < s->real_start[r + 1]; n++) h->columns[i++] = n;
         for (int64_t n = s->mask_start[r]; n < s->mask_start[r + 1]; n++) h->columns[i++] = n;
     }
-    /* 3. The layers. */
+    return memory;
+}
+
+int64_t mars_decoder(const struct decoder *m, const struct step *s) {
+    const int64_t columns = s->columns, num_real = s->real_start[s->rows];
+    struct shared all = {.num_real = num_real, .num_masks = columns - num_real}, *h = &all;
+    void *memory = set_up(m, s, h);
+    if (!memory) return 1;
+    /* 1. The layers. */
 #pragma omp parallel num_threads(s->threads)
     {
         int64_t thread = 0, threads = 1;
@@ -393,7 +351,7 @@ int64_t mars_decoder(const struct decoder *m, const struct step *s) {
         WAIT_AFTER(OTHER)
         for (int64_t layer = 0; layer < m->num_blocks; layer++)
             clock = run_block(m, s, h, layer, thread, threads, clock);
-        /* 4. Logits. */
+        /* 2. Logits. */
         SHARE(s->outputs, top, bottom);
         for (int64_t i = top; i < bottom; i++)
             normalise(s->hidden + i * m->width, h->x + s->output[i] * m->width, m->final_norm,
