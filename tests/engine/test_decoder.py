@@ -1,6 +1,7 @@
 """The decoder in one call: what the stock model computes, the same bits in any company."""
 
 import copy
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mars.decoding.plan import FlatColumns, RowPlan, lay_out, lay_out_flat
 from mars.engine.decoder import FusedDecoder, gather_rows
-from mars.engine.kernels.linear import linear_path
+from mars.engine.kernels.linear import _packed, linear_path
 from mars.engine.runner import FlatOutputs, Runner
 from mars.gated import GatedAdapter, GatedConfig
 from tests.conftest import make_model, slots_of
@@ -233,6 +234,36 @@ def test_the_adapter_acts_on_masks_alone_as_in_the_stock_forward(count, targets,
     for row, plan in enumerate(plans):
         ours, theirs, without = (x[1][row, : plan.num_masks].float() for x in (gated, stock, plain))
         assert (ours - theirs).abs().mean() < 0.1 * (theirs - without).abs().mean()
+
+
+@pytest.mark.skipif(not linear_path(torch.float32), reason="no kernel for float32")
+@pytest.mark.parametrize("is_base_rounded", [False, True])
+@pytest.mark.parametrize("is_adapter_rounded", [False, True])
+def test_weights_of_16_and_of_32_bits_go_together(is_base_rounded, is_adapter_rounded, monkeypatch):
+    """In float32 weights that are numbers of bfloat16 are packed in 16 bits."""
+    model = small_model(attention_bias=True).float()
+    adapter = add_adapter(model, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+    adapter.float()
+    for module, is_rounded in ((model, is_base_rounded), (adapter, is_adapter_rounded)):
+        for parameter in module.parameters():
+            noise = 1 + 0.01 * torch.rand_like(parameter)
+            changed = parameter.bfloat16().float() if is_rounded else parameter * noise
+            parameter.data.copy_(changed)
+    tokens = [tokens_of(row, 9 + row) for row in range(3)]
+    plans = [RowPlan((5, 6), (0, 2), 3), RowPlan(), RowPlan((7,), (1,), 2)]
+    ours = open_rows(model, 3).forward(0, tokens, plans)
+    forms = {_packed[x].layer.form for x in (model.model.layers[0].mlp.up_proj, adapter.lora_a[0])}
+    assert forms == {int(is_base_rounded), int(is_adapter_rounded)}  # of floats.c
+    monkeypatch.setattr(FusedDecoder, "of", lambda *_: None)
+    monkeypatch.setattr("mars.engine.runner.PackedLinears", lambda *_: nullcontext())
+    theirs = open_rows(model, 3).forward(0, tokens, plans)
+    for row, plan in enumerate(plans):
+        count = 1 + len(plan.drafts)
+        for mine, wanted in (
+            (ours[0][row, -count:], theirs[0][row, -count:]),
+            (ours[1][row, : plan.num_masks], theirs[1][row, : plan.num_masks]),
+        ):
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=2e-4)
 
 
 class Doubled(nn.Linear):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mars.engine.attention import grouped_attention
 from mars.engine.kernels import compiler
 from mars.engine.kernels.attention import cpu_attention
+from mars.engine.kernels.linear import PackedLinears, linear_path
 
 needs_kernel = pytest.mark.skipif(
     compiler.load_kernels(torch.float32) is None, reason="no C compiler, or switched off"
@@ -258,3 +259,11 @@ def test_other_processors(fresh, monkeypatch, processor):
     monkeypatch.setattr(compiler, "_FLAGS", flags)
     test_equals_float64_within_rounding()
     test_a_query_gets_the_same_bits_in_any_company()
+    assert linear_path(torch.float32) == bool(processor)  # without fused multiply-add torch does it
+    for rounded in (False, True) if processor else ():
+        layer, x = torch.nn.Linear(101, 45), torch.randn(40, 101)
+        layer = layer.bfloat16().float() if rounded else layer
+        with torch.no_grad(), PackedLinears(layer):
+            together, alone = layer(x), torch.cat([layer(row[None]) for row in x])
+        assert torch.equal(together, alone)
+        torch.testing.assert_close(together, layer(x))
