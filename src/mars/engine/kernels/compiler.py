@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -92,8 +93,12 @@ def _compiled(dtype: torch.dtype) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compile-") as scratch:
             made = [f"{scratch}/{source.stem}.o" for source in sources]
-            for source, to in zip(sources, made, strict=True):
-                _run(compiler, *flags, "-c", str(source), "-o", to)
+            commands = [
+                (compiler, *flags, "-c", str(source), "-o", to)
+                for source, to in zip(sources, made, strict=True)
+            ]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda command: _run(*command), commands))
             # Linked without -fopenmp: the OpenMP library is then the one that torch has loaded,
             # whatever its name, and not a second one with a second set of threads.
             shared = f"{scratch}/mars.so"

@@ -140,14 +140,21 @@ static int64_t choose_real(const struct decision *d, int64_t output) {
 }
 
 static float dot(const float *a, const float *b, int64_t count) {
-    vec sum[4] = {{0}};
+    enum { SUMS = 8 };
+    lanes sum[SUMS] = {{0}};
+    float all[WIDTH];
     int64_t i = 0;
-    for (; i + 4 * LANES <= count; i += 4 * LANES)
-        for (int k = 0; k < 4; k++)
-            sum[k] = fma16(load(a + i + k * LANES), load(b + i + k * LANES), sum[k]);
-    const vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    float total = 0;
-    for (int k = 0; k < LANES; k++) total += all[k];
+    for (; i + SUMS * WIDTH <= count; i += SUMS * WIDTH)
+        UNROLLED for (int k = 0; k < SUMS; k++)
+            sum[k] = fma_each(load_lanes(a + i + k * WIDTH), load_lanes(b + i + k * WIDTH), sum[k]);
+    for (; i + WIDTH <= count; i += WIDTH)
+        sum[0] = fma_each(load_lanes(a + i), load_lanes(b + i), sum[0]);
+    for (int step = SUMS / 2; step; step /= 2)
+        UNROLLED for (int k = 0; k < step; k++) sum[k] += sum[k + step];
+    store_lanes(all, sum[0]);
+    for (int step = WIDTH / 2; step; step /= 2)
+        for (int k = 0; k < step; k++) all[k] += all[k + step];
+    float total = all[0];
     for (; i < count; i++) total += a[i] * b[i];
     return total;
 }

@@ -230,17 +230,22 @@ void linear_sums(const struct layer *l, const float *x, int64_t stride, float *s
     for (int64_t c = 0; c < BLOCK && block * BLOCK + c < l->outputs; c += COLUMN) {
         const int64_t column = (block * BLOCK + c) / COLUMN;
         const uint8_t *w[] = {l->weight + column * column_bytes(l->inputs, l->form)};
-        for (int64_t r = 0; r < rows; r += 2) {
-            lanes sum[2 * VECTORS_OF_COLUMN] = {{0}};
-            const int64_t from = group * BLOCK, num = rows - r < 2 ? 1 : 2;
+        for (int64_t r = 0; r < rows; r += 4) {
             const float *row = x + r * stride;
-#define SUMS(n, f) add_products(n, 1, f, sum, w, row, stride, from, last)
-            if (num == 1 && l->form == FLOATS) SUMS(1, FLOATS);
-            else if (num == 1) SUMS(1, UPPER_HALVES);
-            else if (l->form == FLOATS) SUMS(2, FLOATS);
-            else SUMS(2, UPPER_HALVES);
-            for (int64_t i = 0; i < num; i++)
-                memcpy(sums + (r + i) * BLOCK + c, sum + i * VECTORS_OF_COLUMN, COLUMN * sizeof *sums);
+            float *to = sums + r * BLOCK + c;
+            const int64_t from = group * BLOCK;
+            switch (rows - r < 4 ? rows - r : 4) {
+#define SUMS(n) \
+    case n: { \
+        lanes sum[n * VECTORS_OF_COLUMN] = {{0}}; \
+        if (l->form == FLOATS) add_products(n, 1, FLOATS, sum, w, row, stride, from, last); \
+        else add_products(n, 1, UPPER_HALVES, sum, w, row, stride, from, last); \
+        for (int64_t i = 0; i < n; i++) \
+            memcpy(to + i * BLOCK, sum + i * VECTORS_OF_COLUMN, COLUMN * sizeof *to); \
+        break; \
+    }
+                SUMS(1) SUMS(2) SUMS(3) SUMS(4)
+            }
         }
     }
 }

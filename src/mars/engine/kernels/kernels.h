@@ -102,18 +102,19 @@ INLINE lanes load_lanes(const float *p) { return *(const lanes_anywhere *)p; }
 INLINE void store_lanes(float *p, lanes x) { *(lanes_anywhere *)p = x; }
 
 /* a * b + c, as `fma16`. */
-INLINE lanes fma_lanes(lanes a, float b, lanes c) {
+INLINE lanes fma_each(lanes a, lanes b, lanes c) {
 #if defined(__AVX512F__)
-    return (lanes)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)c);
+    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-    return (lanes)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_FEATURE_FMA)
-    for (int i = 0; i < WIDTH; i++) c[i] = __builtin_fmaf(a[i], b, c[i]);
+    for (int i = 0; i < WIDTH; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
 #else
     return a * b + c;
 #endif
 }
+INLINE lanes fma_lanes(lanes a, float b, lanes c) { return fma_each(a, b - (lanes){0}, c); }
 
 /* exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0. */
 INLINE vec exp16(vec x) {
