@@ -31,6 +31,7 @@ enum { ROWS = 12, FEW_ROWS = 12 };
 enum { ROWS = 6, FEW_ROWS = 2 };
 #endif
 enum { VECTORS_OF_COLUMN = COLUMN / WIDTH };
+
 /* Where the processor multiplies and adds vectors at once, and else torch. */
 int64_t mars_linear_path(int64_t may_use_tiles) {
     (void)may_use_tiles;
@@ -174,7 +175,7 @@ INLINE void tile(int rows, int columns, int64_t form, int64_t extra_form, const 
                 memcpy(&bias, l->bias + column * COLUMN + v * WIDTH, size * sizeof *to);
                 result += bias;
             }
-            if (size == WIDTH) *(lanes_anywhere *)(to + v * WIDTH) = result;
+            if (size == WIDTH) store_lanes(to + v * WIDTH, result);
             else memcpy(to + v * WIDTH, &result, size * sizeof *to);
         }
     }

@@ -83,25 +83,6 @@ INLINE ivec at_most(vec a, vec b) {
 }
 
 /* a * b + c with one rounding, or, where the processor has none such, with two. */
-INLINE vec fma16(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    union { vec v; __m256 half[2]; } x = {a}, y = {b}, z = {c};
-    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-    return z.v;
-#elif defined(__ARM_FEATURE_FMA)
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE lanes load_lanes(const float *p) { return *(const lanes_anywhere *)p; }
-INLINE void store_lanes(float *p, lanes x) { *(lanes_anywhere *)p = x; }
-
-/* a * b + c, as `fma16`. */
 INLINE lanes fma_each(lanes a, lanes b, lanes c) {
 #if defined(__AVX512F__)
     return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -115,6 +96,14 @@ INLINE lanes fma_each(lanes a, lanes b, lanes c) {
 #endif
 }
 INLINE lanes fma_lanes(lanes a, float b, lanes c) { return fma_each(a, b - (lanes){0}, c); }
+INLINE vec fma16(vec a, vec b, vec c) {
+    union pieces x = {a}, y = {b}, z = {c};
+    for (int i = 0; i < LANES / WIDTH; i++) z.part[i] = fma_each(x.part[i], y.part[i], z.part[i]);
+    return z.all;
+}
+
+INLINE lanes load_lanes(const float *p) { return *(const lanes_anywhere *)p; }
+INLINE void store_lanes(float *p, lanes x) { *(lanes_anywhere *)p = x; }
 
 /* exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0. */
 INLINE vec exp16(vec x) {
